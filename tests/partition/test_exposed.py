@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from penstock import PartitionError, inspect
 from penstock.partition.record.attempts import record
-from penstock.partition.units import find_units
+from penstock.partition.units import UnitSpec, find_units
 from scaffolding.models import OneLayer
 from scaffolding.proofs import proven
 
@@ -116,7 +116,7 @@ def test_the_block_is_opened_and_nothing_else() -> None:
     model = Collecting()
     recording = record(model, (torch.randn(5, WIDTH),), {})
     assert recording.unit_spec.used_outside == {Router}
-    units = {unit.name for unit in find_units(model, (), recording.unit_spec).values()}
+    units = {unit.name for unit in find_units(model, recording.unit_spec).values()}
     assert units == {f"blocks.{i}.{part}" for i in range(4) for part in ("norm", "router", "expert")}
     assert {unit.name for unit in find_units(model).values()} == {f"blocks.{i}" for i in range(4)}
     assert inspect(model, (torch.randn(5, WIDTH),), stages=4).stages
@@ -138,4 +138,4 @@ def test_what_no_module_returns_is_refused_with_the_line_where_the_module_must_s
 
     model.forward = forward
     with pytest.raises(PartitionError, match=r"test_exposed.py:\d+, in the model, .*blocks.0.router.logits. Return it"):
-        record(model, (torch.randn(5, WIDTH),), {}, ["blocks.0"])
+        record(model, (torch.randn(5, WIDTH),), {}, UnitSpec(("blocks.0",)))

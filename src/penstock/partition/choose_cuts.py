@@ -11,18 +11,26 @@ from typing import Any
 
 from torch import nn
 
-from penstock._base.errors import ArgumentError
+from penstock._base.errors import ArgumentError, PartitionError
 from penstock._base.formatting import pluralize
 from penstock.costs import CutProblem, Profile, UnitCost, best_cuts, stage_loads
 from penstock.costs.links import link_for
 from penstock.costs.stage_costs import add_memory, crossing_seconds, price_stages
 from penstock.partition.cut.balance import BalanceChoice
-from penstock.partition.cut.candidates import Candidate, candidates, check_enough, even_starts
+from penstock.partition.cut.candidates import (
+    Candidate,
+    candidates,
+    check_enough,
+    cut_at,
+    even_starts,
+    possible_units,
+)
 from penstock.partition.cut.names import module_at
 from penstock.partition.measure.clock import measure_undisturbed
 from penstock.partition.measure.measuring import measure
 from penstock.partition.measure.pieces import Pieces, UnmeasurableError, compute_fingerprint
 from penstock.partition.recording import Recording
+from penstock.partition.stages.stage_plans import CutRecording
 from penstock.simulate.costs import LinkCost, StageCost
 
 MIN_MEASURED_WORK = 500_000_000
@@ -56,7 +64,7 @@ class ChosenCuts:
     @property
     def is_uneven(self) -> bool:
         """Whether the slowest stage takes more than `UNEVEN_RATIO` times the mean."""
-        return bool(self.seconds) and _find_slowest(self.seconds) is not None
+        return _find_slowest(self.seconds) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +94,34 @@ class StageBudget:
 NO_LIMIT = StageBudget()
 
 
-def decide(
+def cut_at_best(
+    recording: Recording, model: nn.Module, stages: int, choice: BalanceChoice, budget: StageBudget
+) -> tuple[ChosenCuts, CutRecording]:
+    """Cut a recording at the best cuts, or, if it cannot be cut at these, at the best of those that are possible.
+
+    Raises like `_decide`.
+    """
+
+    def decide_and_cut(units: Sequence[Candidate] | None = None) -> tuple[ChosenCuts, CutRecording]:
+        decision = _decide(recording, model, stages, choice, budget, units)
+        return decision, cut_at(recording, model, decision.cuts)
+
+    try:
+        return decide_and_cut()
+    except PartitionError as error:
+        all_units = candidates(recording, model, choice.by, stages)
+        units = possible_units(recording, model, all_units)
+        if len(units) == len(all_units):
+            raise
+        if len(units) < stages <= len(all_units):
+            raise PartitionError(
+                f"{error}. For stages={stages} there is no such cut: what must stay together leaves "
+                f"{pluralize(len(units), 'stage')} at most"
+            ) from error
+        return decide_and_cut(units)
+
+
+def _decide(
     recording: Recording,
     model: nn.Module,
     stages: int,
@@ -102,11 +137,7 @@ def decide(
             counts and is unknown.
     """
     if choice.profile is not None:
-        decision = _decide_by_profile(recording, model, stages, choice.profile, budget, units)
-        if choice.profile.source == "measured":
-            return decision
-        note = f"stages are cut by an estimate for {choice.profile.device_name}, not by measured times"
-        return replace(decision, notes=(note, *decision.notes))
+        return _decide_by_profile(recording, model, stages, choice.profile, budget, units)
     units = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
         units = _filter_by_class(units, model, choice)
@@ -220,41 +251,42 @@ def _decide_by_times(
         usual_starts = [0, *map(names.index, usual_cuts)]
         if max(stage_loads(problem, usual_starts)) * WORTH_MOVING <= max(stage_loads(problem, starts)):
             starts = usual_starts
-    loads = stage_loads(problem, starts)
-    if (slowest := _find_slowest(loads)) is not None:
-        stage, ratio = slowest
-        heaviest = max(range(starts[stage], [*starts, len(names)][stage + 1]), key=times.__getitem__)
-        notes += (_imbalance_note(stage, ratio, names[heaviest], times[heaviest] * len(loads) / sum(loads)),)
     cuts, profile_names = tuple(names[start] for start in starts[1:]), [unit.name for unit in profile.units]
     costs = price_stages(profile.units, [0, *map(profile_names.index, cuts)], profile.action_seconds or 0.0)
-    return ChosenCuts(cuts, tuple(loads), notes, costs, link, dict(zip(names, times, strict=True)))
+    loads = tuple(stage_loads(problem, starts))
+    return ChosenCuts(cuts, loads, notes, costs, link, dict(zip(names, times, strict=True)))
 
 
 def _find_slowest(loads: Sequence[float]) -> tuple[int, float] | None:
     """Return the slowest stage and how many times the mean it takes; None if that is no more than `UNEVEN_RATIO`."""
-    mean, slowest = sum(loads) / len(loads), max(range(len(loads)), key=loads.__getitem__)
-    return (slowest, loads[slowest] / mean) if loads[slowest] > UNEVEN_RATIO * mean else None
-
-
-def _imbalance_note(stage: int, ratio: float, unit: str, unit_ratio: float) -> str:
-    """Return the note on a stage that takes so many times the mean; `unit` is its heaviest."""
-    remedy = "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
-    if unit_ratio > UNEVEN_RATIO:
-        remedy = f"{unit!r} alone takes {unit_ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
-    return f"stage {stage} takes {ratio:.2f} times the mean stage time, and limits throughput; {remedy}"
+    mean, slowest = sum(loads) / (len(loads) or 1), max(range(len(loads)), key=loads.__getitem__, default=0)
+    return (slowest, loads[slowest] / mean) if loads and loads[slowest] > UNEVEN_RATIO * mean else None
 
 
 def collect_notes(decision: ChosenCuts, work: Sequence[int]) -> tuple[str, ...]:
-    """Return the notes on a split for the user: what was decided, or that it is uneven by its stages' work."""
-    slowest = None if decision.seconds or sum(work) < MIN_MEASURED_WORK else _find_slowest(work)
-    if slowest is None:
+    """Return the notes on a split for the user: what was decided, and that it is uneven, by its stages' times, or, if
+    these are unknown, by their work."""
+    loads = decision.seconds or (work if sum(work) >= MIN_MEASURED_WORK else ())
+    if (slowest := _find_slowest(loads)) is None:
         return decision.notes
-    return (
-        *decision.notes,
-        f"stage {slowest[0]} does {slowest[1]:.2f}x the mean work per stage (estimated), and all others wait for it; "
-        "change the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
-        "split_inside=[...]",
-    )
+    stage, ratio = slowest
+    if not decision.seconds:
+        return (
+            *decision.notes,
+            f"stage {stage} does {ratio:.2f}x the mean work per stage (estimated), and all others wait for it; change "
+            "the cuts (cuts= or balance=; of a plan, make a new one) or the number of stages, or pass "
+            "split_inside=[...]",
+        )
+    names = [*decision.unit_seconds]
+    starts = [0, *map(names.index, decision.cuts), len(names)]
+    heaviest = max(names[starts[stage] : starts[stage + 1]], key=decision.unit_seconds.__getitem__)
+    remedy = "no better cut exists: change the number of stages, or pass split_inside=[...] where a module has parts"
+    if (unit_ratio := decision.unit_seconds[heaviest] * len(loads) / sum(loads)) > UNEVEN_RATIO:
+        remedy = (
+            f"{heaviest!r} alone takes {unit_ratio:.2f} times the mean: take fewer stages, or open it (split_inside=)"
+        )
+    note = f"stage {stage} takes {ratio:.2f} times the mean stage time, and limits throughput; {remedy}"
+    return (*decision.notes, note)
 
 
 def _decide_by_profile(
@@ -290,6 +322,8 @@ def _decide_by_profile(
             )
     cut_points = [Candidate(*piece, 0) for piece in zip(names, positions, strict=True)]
     decision = _decide_by_times(recording, model, cut_points, pieces, profile, budget, stages)
+    if profile.source != "measured":
+        notes = (f"stages are cut by an estimate for {profile.device_name}, not by measured times", *notes)
     return replace(decision, notes=(*notes, *decision.notes))
 
 
@@ -310,15 +344,11 @@ def _match_size(profile: Profile, recording: Recording) -> tuple[Profile, tuple[
 def _filter_by_class(units: Sequence[Candidate], model: nn.Module, choice: BalanceChoice) -> list[Candidate]:
     """Return the candidates whose class has such a name; each counts 1."""
     assert choice.kind is not None
-    matching = [
-        Candidate(unit.name, unit.position, 1)
-        for unit in units
-        if choice.kind.search(type(module_at(model, unit.name)).__name__)
-    ]
+    classes = [type(module_at(model, unit.name)).__name__ for unit in units]
+    matching = [replace(u, weight=1) for u, name in zip(units, classes, strict=True) if choice.kind.search(name)]
     if not matching:
-        classes = sorted({type(module_at(model, unit.name)).__name__ for unit in units})
         raise ArgumentError(
             f"balance='type:{choice.kind.pattern}': no module at which the model can be cut is of such a class; there "
-            f"are {', '.join(classes)}"
+            f"are {', '.join(sorted({*classes}))}"
         )
     return matching

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from difflib import get_close_matches
 
 from torch import nn
@@ -63,15 +63,6 @@ def public_name(model: nn.Module, name: str) -> str:
     return name if hasattr(model, "module") else name.removeprefix("module.")
 
 
-def real_name(model: nn.Module, name: str) -> str:
-    """Return the name in `named_modules()` of what has this name without the wrappers around it."""
-    if named_module(model, name) is not None:
-        return name
-    plain = public_name(model, name)
-    names = (path for path, _ in model.named_modules(remove_duplicate=False))
-    return next((path for path in names if path and unwrapped(path) == plain), plain)
-
-
 def named_module(model: nn.Module, name: str) -> nn.Module | None:
     """Return the module with this name in `named_modules()`, without going through all of them; None if there is
     none."""
@@ -88,11 +79,20 @@ def is_below(path: str, name: str) -> bool:
     return path == name or path.startswith((f"{name}.", f"{name}["))
 
 
-def resolve(model: nn.Module, name: str, argument: str) -> nn.Module:
-    """Return the module with this name. Raise PartitionError with the closest name if there is none."""
-    name = real_name(model, name)
+def enclosing(path: str) -> Iterator[str]:
+    """Yield every path that encloses a path, and itself, outermost first."""
+    yield from (path[: match.start()] for match in re.finditer(r"[.\[]", path))
+    yield path
+
+
+def resolve(model: nn.Module, name: str, argument: str) -> tuple[str, nn.Module]:
+    """Return what has this name, with or without the wrappers around it: its name in `named_modules()`, and the module.
+    Raise PartitionError with the closest name if there is none."""
+    if named_module(model, name) is None:
+        plain, paths = public_name(model, name), (path for path, _ in model.named_modules(remove_duplicate=False))
+        name = next((path for path in paths if path and unwrapped(path) == plain), plain)
     if name and (module := named_module(model, name)) is not None:
-        return module
+        return name, module
     names = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
     matches = get_close_matches(name, names, n=1)
     children = [child for child, _ in model.named_children()]

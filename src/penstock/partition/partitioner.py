@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,32 +21,22 @@ from penstock.partition.choose_cuts import (
     ChosenCuts,
     StageBudget,
     collect_notes,
-    decide,
+    cut_at_best,
     decide_by_measuring,
 )
 from penstock.partition.cut.balance import Balance, BalanceChoice
-from penstock.partition.cut.candidates import Candidate, candidates, cut_at, possible_units
-from penstock.partition.cut.opening import choose_opening, count_blocks, extend_opening, opening_for
+from penstock.partition.cut.candidates import candidates, cut_at
+from penstock.partition.cut.opening import choose_opening, count_blocks, initial_spec
 from penstock.partition.given_model import as_module, default_kwargs
 from penstock.partition.measure.measuring import BUDGET_SECONDS, measure
 from penstock.partition.measure.running import MakeSplitter
 from penstock.partition.names import known_names, public_name
-from penstock.partition.nested import input_path
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.attempts import record
 from penstock.partition.recording import RandomSource, Recording
 from penstock.partition.remedies import explain_obstacle
 from penstock.partition.stages.interpolation import Dims, Lengths, resize_inputs
-from penstock.partition.stages.partition import (
-    Leaf,
-    Partition,
-    check_complete,
-    describe,
-    find_elsewhere,
-    origins,
-    unused_note,
-)
-from penstock.partition.stages.stage import Stage, build_stage
+from penstock.partition.stages.partition import Leaf, Partition, build_partition, build_stages, describe
 from penstock.partition.stages.stage_plans import CutRecording
 from penstock.partition.state.settings import Assumptions, Attributes
 from penstock.partition.units import Opening, UnitSpec, find_units, refuse_compiled, refuse_lazy
@@ -103,18 +94,17 @@ class Partitioner:
         self.stages = stages
         self.cuts = None if cuts is None else tuple(public_name(self.model, cut) for cut in cuts)
         self._auto_cuts = cuts is None
-        self._leaves, self._streams = tuple(leaves or ()), streams
-        self._budget = budget
+        self._streams, self._budget = streams, budget
         self._partitions: dict[Hashable, list[Partition]] = {}
         self._lengths: list[Lengths] = []
         self._weighable: dict[Hashable, Recording] = {}  # what `weigh` may measure, and `divide` cut elsewhere
         self._is_settled = not (self._choice.measures and self._auto_cuts and stages > 1)  # whether neither will come
         self._decision = ChosenCuts(self.cuts or ())
         self._keep_alive: dict[Hashable, list[object]] = {}
-        self._unit_spec = UnitSpec()
-        self._opening = opening_for(self.model, self._leaves, tuple(opens or ()), self.cuts, stages)
-        if self._choice.profile is not None and self._auto_cuts:
-            self._opening = extend_opening(self.model, self._opening, self._choice.profile)
+        self._spec = initial_spec(self.model, leaves or (), opens or (), self.cuts, stages)
+        if self._choice.profile is not None and self._auto_cuts:  # so that the same units are there
+            known = {name for name, _ in self.model.named_modules()} - self._spec.opening.names
+            self._spec = self._spec.opening_more(for_balance=known.intersection(self._choice.profile.opened))
         self._assumptions = Assumptions()
         self._refresh_modules()
 
@@ -157,8 +147,9 @@ class Partitioner:
                 self._learn_lengths(flat, descriptions, partition)
         variants = self._partitions.setdefault(key, [])
         for index, variant in enumerate(variants):
-            if (merged := partition.joined(variant)) is not None:
-                partition = variants.pop(index) and merged
+            if (joined := partition.joined(variant)) is not None:
+                del variants[index]
+                partition = joined
                 break
         variants.append(partition)
         # The key contains ids, which no other object may reuse.
@@ -183,14 +174,14 @@ class Partitioner:
     @property
     def division(self) -> Division:
         """What the first call, and `weigh`, decided."""
-        return self._decision, self._opening
+        return self._decision, self._spec.opening
 
     def divide(self, division: Division) -> None:
         """Take over this decision, and forget what was made of another."""
-        self._adopt(division, dict(self._weighable) if division[1] == self._opening else {})
+        self._adopt(division, dict(self._weighable) if division[1] == self._spec.opening else {})
 
     def _adopt(self, division: Division, recordings: dict[Hashable, Recording]) -> None:
-        self._decision, self._opening = division
+        self._decision, self._spec = division[0], replace(self._spec, opening=division[1])
         self.cuts = self._decision.cuts
         self.forget()
         self._weighable = recordings
@@ -207,7 +198,7 @@ class Partitioner:
         self(args, kwargs)
         recordings = self._weighable
         recording = next(iter(recordings.values()), None)
-        if recording is None or self.stages == 1:
+        if recording is None:
             return
         decision = decide_by_measuring(recording, self.model, self.cuts or (), args, kwargs, self._budget)
         finer = self._measure_parts(recording, decision, args, kwargs) if decision.is_uneven else None
@@ -218,27 +209,27 @@ class Partitioner:
         except PartitionError:  # each cut is possible, but not all of them together
             return
         if finer is not None:
-            self._unit_spec = recording.unit_spec
-            self._adopt((decision, recording.opening), {})
+            self._spec = recording.unit_spec
+            self._adopt((decision, self._spec.opening), {})
             self._weighable[self._key(flatten((tuple(args), kwargs)))] = recording
         elif decision != self._decision:
-            self._adopt((decision, self._opening), recordings)
+            self._adopt((decision, self._spec.opening), recordings)
 
     def _measure_parts(
         self, recording: Recording, decision: ChosenCuts, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Recording, ChosenCuts] | None:
         """Open the modules inside which the best cuts by these times fall, and measure again. None if that finds
         nothing faster."""
-        times = decision.unit_seconds
-        opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by, times)
-        if opening.names == recording.opening.names:
+        names = recording.unit_spec.opening.names
+        spec = choose_opening(recording, self.model, self.stages, self._choice.by, decision.unit_seconds)
+        if spec.opening.names == names:
             return None
         try:
-            by_work, split = self._record_and_cut(args, kwargs, opening, None)
-            self._build_stages(split)
-            if split.recording.opening.names == recording.opening.names:  # it could not be opened
+            finer = self._record(args, kwargs, spec)
+            if finer.unit_spec.opening.names == names:  # it could not be opened
                 return None
-            finer = split.recording
+            by_work, split = cut_at_best(finer, self.model, self.stages, self._choice, self._budget)
+            build_stages(split, self._streams)
             second = decide_by_measuring(finer, self.model, by_work.cuts, args, kwargs, self._budget)
         except (PartitionError, ArgumentError):  # of parts that cannot be cut, or do not fit
             return None
@@ -260,12 +251,10 @@ class Partitioner:
 
         Raises PartitionError if the model cannot be recorded, UnmeasurableError if its units cannot be run.
         """
-        kwargs = dict(kwargs or {})
-        requested, blocks = tuple(sorted(self._opening.asked)), max(2, count_blocks(self.model))
-        opening = opening_for(self.model, self._leaves, requested, None, blocks)
-        recording = self._record(args, {**kwargs, **default_kwargs(self.model, args, kwargs)}, opening)
+        kwargs, model, asked = dict(kwargs or {}), self.model, sorted(self._spec.opening.asked)
+        opening = initial_spec(model, self._spec.leaves, asked, None, max(2, count_blocks(model))).opening
+        recording = self._record(args, kwargs, replace(self._spec, opening=opening))
         with computing(0, 0):
-            model = self.model
             units = candidates(recording, model, "flops") or candidates(recording, model, "flops", 2)
             return measure(recording, model, units, args, kwargs, budget_seconds, splits, memory=True)
 
@@ -282,8 +271,7 @@ class Partitioner:
         return frozenset(map(id, self._assumptions.opened.values()))
 
     def names(self) -> dict[str, str]:
-        """Return, for every name of a parameter or buffer in the model, including tied ones, the name that stages
-        use."""
+        """Map every name of a parameter or buffer in the model, tied ones included, to the one that stages use."""
         return known_names(self.model)
 
     def _refresh_modules(self) -> None:
@@ -292,7 +280,7 @@ class Partitioner:
         refuse_lazy(self.model)
         self._modules = list(self.model.modules())
         self._slots = [(slots, name) for m in self._modules for slots in (m._parameters, m._buffers) for name in slots]
-        units = find_units(self.model, self._leaves, self._unit_spec, self._opening.names)
+        units = find_units(self.model, self._spec)
         self._assumptions.find_modules(self.model, {unit.module for unit in units.values()})
 
     def _state(self) -> Hashable:
@@ -305,58 +293,59 @@ class Partitioner:
             *(autocast_state(torch.device(kind)) for kind in autocast_kinds()),
         )
 
-    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening) -> Recording:
-        try:
-            return record(self.model, args, kwargs, self._leaves, self._unit_spec, opening)
-        except Obstacle as obstacle:
-
-            def record_again(leaves: Sequence[str], new_kwargs: Mapping[str, Any]) -> Recording:
-                return record(self.model, args, new_kwargs, leaves, self._unit_spec, opening)
-
-            text = explain_obstacle(obstacle, record_again, self.model, self._leaves, kwargs, self.stages)
-            raise PartitionError(text) from obstacle
-
     def _make(
         self, args: Sequence[Any], kwargs: dict[str, Any], cached: Recording | None = None
     ) -> tuple[Recording, Partition]:
         """Record these arguments, if it is not known what they are recorded as, and cut the recording."""
-        if cached is not None:
-            self._decision, split = self._cut(cached, self.cuts)
+        if self.cuts is None:
+            self._decision, split = self._record_and_choose(args, kwargs)
         else:
-            self._decision, split = self._record_and_cut(args, kwargs, self._opening, self.cuts)
-        recording = split.recording
-        self._unit_spec, self._opening = recording.unit_spec, recording.opening
+            recording = self._record(args, kwargs, self._spec) if cached is None else cached
+            try:
+                split = cut_at(recording, self.model, self.cuts)
+            except PartitionError as error:
+                if not self._auto_cuts:
+                    raise
+                reason = str(error).removeprefix("cuts: ").partition(". ")[0]
+                raise PartitionError(
+                    "this batch cannot be cut where Penstock cut the first one, at "
+                    f"{', '.join(map(repr, self.cuts))}: {reason}. Stages keep their modules: pass cuts= at modules "
+                    "that run for every batch, or make a new pipeline for batches like this one"
+                ) from error
+        self.cuts, self._spec = tuple(split.cuts), split.recording.unit_spec
         self._refresh_modules()
-        self.cuts, work = tuple(split.cuts), split.work()
-        stages = self._build_stages(split)
-        flat = flatten((tuple(args), kwargs))
-        placeholders = {node.name: position for node, position in recording.inputs.items()}
-        partition = Partition(
-            stages=stages,
-            drawing_modules=recording.drawing,
-            draw_offsets=split.draw_offsets(),
-            cuts=self.cuts,
-            work=work,
-            costs=self._decision.costs,
-            link=self._decision.link,
-            notes=(*recording.notes, *unused_note(recording, stages), *collect_notes(self._decision, work)),
-            origins=origins(recording, stages),
-            guards=recording.guards,
-            is_foreign=recording.is_foreign,
-            input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
-            result_structure=recording.result_structure,
-            result_leaves=recording.result_leaves,
-            elsewhere=find_elsewhere(recording, stages),
-            left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
-            reorders_gradients=split.crosses_twice(),
-            overwritten=frozenset(input_path(flat.paths[number]) for number in recording.overwritten),
-        )
-        return recording, partition
+        partition = build_partition(split, self._streams, flatten((tuple(args), kwargs)).paths)
+        decision, notes = self._decision, collect_notes(self._decision, partition.work)
+        partition = replace(partition, notes=(*partition.notes, *notes), costs=decision.costs, link=decision.link)
+        return split.recording, partition
 
-    def _build_stages(self, split: CutRecording) -> tuple[Stage, ...]:
-        stages = tuple(build_stage(split, plan, index, self._streams) for index, plan in enumerate(split.plans))
-        check_complete(split, stages)
-        return stages
+    def _record_and_choose(self, args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[ChosenCuts, CutRecording]:
+        """Record, and cut at the best, for which more modules may be opened."""
+        spec = self._spec
+        while True:
+            recording = self._record(args, kwargs, spec)
+            opening = recording.unit_spec.opening
+            spec = choose_opening(recording, self.model, self.stages, self._choice.by)
+            if spec.opening.names != opening.names:
+                continue
+            try:
+                return cut_at_best(recording, self.model, self.stages, self._choice, self._budget)
+            except PartitionError:
+                if not opening.for_balance:
+                    raise
+                spec = replace(spec, opening=opening.without(opening.for_balance))
+
+    def _record(self, args: Sequence[Any], kwargs: dict[str, Any], spec: UnitSpec) -> Recording:
+        kwargs = {**kwargs, **default_kwargs(self.model, args, kwargs)}
+        try:
+            return record(self.model, args, kwargs, spec)
+        except Obstacle as obstacle:
+
+            def record_again(leaves: Sequence[str], new_kwargs: Mapping[str, Any]) -> Recording:
+                return record(self.model, args, new_kwargs, replace(spec, leaves=tuple(leaves)))
+
+            text = explain_obstacle(obstacle, record_again, self.model, spec.leaves, kwargs, self.stages)
+            raise PartitionError(text) from obstacle
 
     def _learn_lengths(self, flat: Flat, leaves: Sequence[Leaf], partition: Partition) -> None:
         """Look for other lengths of the same inputs among what was recorded."""
@@ -368,59 +357,3 @@ class Partitioner:
         family = (flat.structure, self._state())
         if not any(lengths.learn(family, leaves, partition, probe) for lengths in self._lengths):
             self._lengths = [*self._lengths, Lengths(family, leaves, partition)][-KEPT_PARTITIONS:]
-
-    def _record_and_cut(
-        self, args: Sequence[Any], kwargs: dict[str, Any], opening: Opening, cuts: tuple[str, ...] | None
-    ) -> tuple[ChosenCuts, CutRecording]:
-        """Record, and cut there; without `cuts`, at the best, for which modules may be opened."""
-        kwargs = {**kwargs, **default_kwargs(self.model, args, kwargs)}
-        while True:
-            recording = self._record(args, kwargs, opening)
-            if cuts is None:
-                new_opening = choose_opening(recording, self.model, self._leaves, self.stages, self._choice.by)
-                if new_opening.names != recording.opening.names:
-                    opening = new_opening
-                    continue
-            try:
-                return self._cut(recording, cuts)
-            except PartitionError:
-                if cuts is not None or not recording.opening.for_balance:
-                    raise
-                opening = recording.opening.without(recording.opening.for_balance)
-
-    def _cut(self, recording: Recording, cuts: tuple[str, ...] | None) -> tuple[ChosenCuts, CutRecording]:
-        if cuts is not None:
-            try:
-                return self._decision, cut_at(recording, self.model, cuts)
-            except PartitionError as error:
-                if self._auto_cuts:
-                    raise _explain_lost_cuts(error, cuts) from error
-                raise
-
-        def decide_and_cut(units: Sequence[Candidate] | None = None) -> tuple[ChosenCuts, CutRecording]:
-            decision = decide(recording, self.model, self.stages, self._choice, self._budget, units)
-            return decision, cut_at(recording, self.model, decision.cuts)
-
-        try:
-            return decide_and_cut()
-        except PartitionError as error:
-            all_units = candidates(recording, self.model, self._choice.by, self.stages)
-            units = possible_units(recording, self.model, all_units)
-            if len(units) == len(all_units):
-                raise
-            if len(units) < self.stages <= len(all_units):
-                raise PartitionError(
-                    f"{error}. For stages={self.stages} there is no such cut: what must stay together leaves "
-                    f"{pluralize(len(units), 'stage')} at most"
-                ) from error
-            return decide_and_cut(units)
-
-
-def _explain_lost_cuts(error: PartitionError, cuts: Sequence[str]) -> PartitionError:
-    """Explain what is wrong with cuts that the user did not pass."""
-    reason = str(error).removeprefix("cuts: ").partition(". ")[0]
-    return PartitionError(
-        f"this batch cannot be cut where Penstock cut the first one, at {', '.join(map(repr, cuts))}: {reason}. Stages "
-        "keep their modules: pass cuts= at modules that run for every batch, or make a new pipeline for batches like "
-        "this one"
-    )

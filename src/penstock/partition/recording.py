@@ -18,7 +18,7 @@ from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import Left
-from penstock.partition.units import NO_SPEC, NOTHING, Opening, UnitSpec
+from penstock.partition.units import NO_SPEC, UnitSpec
 
 Kind = Literal["input", "parameter", "buffer", "constant", "object", "call", "unit"]
 
@@ -245,9 +245,8 @@ class Recording:
         device: the device that the forward was recorded as if on.
         guards: what the forward read from its integer inputs' values; it holds for inputs that give the same readings.
         notes: what the user should know.
-        unit_spec: what was learned about which modules run as a whole.
+        unit_spec: which modules run as a whole, and what was learned about that.
         left: what the forward leaves in attributes and shared objects.
-        opening: which modules were opened because the user asked, for cuts, or for balance.
         needed: canonical names of the parameters that the result depends on, by the autograd graph of the unsplit
             forward.
         touched: canonical names of the parameters and buffers that any operator took.
@@ -273,7 +272,6 @@ class Recording:
     notes: tuple[str, ...]
     unit_spec: UnitSpec = NO_SPEC
     left: tuple[Left, ...] = ()
-    opening: Opening = NOTHING
     needed: frozenset[str] = frozenset()
     touched: frozenset[str] = frozenset()
     asks: tuple[RandomBranch, ...] = ()

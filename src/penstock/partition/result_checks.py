@@ -17,7 +17,7 @@ from torch import Tensor, fx
 
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import flatten
-from penstock.partition.recording import NodeInfo, Pattern, PatternLeaf
+from penstock.partition.recording import NodeInfo, Pattern, PatternLeaf, walk
 from penstock.partition.units import Lesson, Opening
 
 LITERALS = (bool, int, float, str, type(None))
@@ -89,12 +89,8 @@ def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) 
     its module."""
     readers: dict[fx.Node, tuple[str, str]] = {}
     for start, line, scope in reads:
-        stack = [start]
-        while stack:
-            node = stack.pop()
-            if node not in readers:
-                readers[node] = line, scope
-                stack += [] if node in sized else node.all_input_nodes
+        for node in walk([start], lambda n: () if n in sized or n in readers else n.all_input_nodes):
+            readers.setdefault(node, (line, scope))
     return readers
 
 

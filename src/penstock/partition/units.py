@@ -16,7 +16,7 @@ a module is opened only for `split_inside=`, which does not depend on the number
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -29,7 +29,7 @@ from torch.nn.parameter import is_lazy
 
 from penstock._base.errors import PartitionError
 from penstock.partition.given_model import Chain
-from penstock.partition.names import is_below, resolve
+from penstock.partition.names import is_below
 
 UnitCall = Callable[..., Any]
 
@@ -47,10 +47,66 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class UnitSpec:
-    """What was learned about a model's units by running its forward, beyond what follows from its structure.
+class Opening:
+    """Names of modules to open.
 
     Attributes:
+        asked: opened because the user asked for it.
+        for_cuts: opened because a cut lies inside.
+        for_balance: opened for balance; they stay whole if they cannot be recorded call by call.
+        cannot_open: so opened once, but could not be recorded call by call.
+    """
+
+    asked: frozenset[str] = frozenset()
+    for_cuts: frozenset[str] = frozenset()
+    for_balance: frozenset[str] = frozenset()
+    cannot_open: frozenset[str] = frozenset()
+
+    @property
+    def names(self) -> frozenset[str]:
+        return self.asked | self.for_cuts | self.for_balance
+
+    def without(self, names: Collection[str]) -> Opening:
+        """Return the same, but with these tried modules left whole."""
+        closed = self.for_balance & set(names)
+        return replace(self, for_balance=self.for_balance - closed, cannot_open=self.cannot_open | closed)
+
+    def around(self, scope: str) -> str:
+        """Return the outermost module that was tried and is, or encloses, the one named `scope`; empty if there is
+        none."""
+        return min(filter(partial(is_below, scope), self.for_balance), key=len, default="")
+
+    def cut_inside(self, scope: str) -> str:
+        """Return the same for modules that are opened because a cut lies inside."""
+        return min(filter(partial(is_below, scope), self.for_cuts), key=len, default="")
+
+    def refusal(self, name: str, reason: str) -> str:
+        """Build the message for a module with a cut inside that cannot be opened."""
+        return (
+            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {reason}. "
+            f"Or cut at {name!r}"
+        )
+
+    def refuse_draw(self, scope: str, source_line: str) -> None:
+        """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
+        if name := self.around(scope):
+            raise Lesson(keep_whole=name)
+        if name := self.cut_inside(scope):
+            raise PartitionError(
+                f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
+                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass "
+                f"split_inside=[{name!r}] for any number of stages"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class UnitSpec:
+    """Which modules are units, beyond what follows from the model's structure: by the user's wish, for the cuts, and by
+    what running the forward has shown.
+
+    Attributes:
+        leaves: names of modules that are units, whatever they contain.
+        opening: which modules are opened so that cuts can fall inside them.
         used_outside: classes of modules whose results are used outside the block that they are in.
         opened: names of modules that are not units, since they take or leave tensors other than as arguments and
             results; their contents are units.
@@ -61,6 +117,8 @@ class UnitSpec:
         functions: functions that are recorded as one call each, since they draw from Python's or numpy's generators.
     """
 
+    leaves: tuple[str, ...] = ()
+    opening: Opening = Opening()
     used_outside: frozenset[type[nn.Module]] = frozenset()
     opened: frozenset[str] = frozenset()
     run_whole: frozenset[str] = frozenset()
@@ -70,7 +128,14 @@ class UnitSpec:
     functions: frozenset[FunctionType] = frozenset()
 
     def __or__(self, more: UnitSpec) -> UnitSpec:
-        return UnitSpec(*(getattr(self, field.name) | getattr(more, field.name) for field in fields(self)))
+        """Return the same and what the other has learned."""
+        learned = [field.name for field in fields(self) if field.name not in ("leaves", "opening")]
+        return replace(self, **{name: getattr(self, name) | getattr(more, name) for name in learned})
+
+    def opening_more(self, **names: Iterable[str]) -> UnitSpec:
+        """Return the same with more modules to open, for the reasons that `Opening` lists."""
+        more = {reason: getattr(self.opening, reason).union(added) for reason, added in names.items()}
+        return replace(self, opening=replace(self.opening, **more))
 
 
 NO_SPEC = UnitSpec()
@@ -87,6 +152,7 @@ class Lesson(BaseException):
         keep_whole: the name of a module that was opened for balance but cannot be recorded call by call; empty for all.
         unknown: the numbers of all calls on this path whose results must count as unknown, since unknown values are
             written into them later; negative ones are inputs.
+        likely: names of modules that the next attempts would open for the same reason.
         additions: what to add to the `UnitSpec`.
     """
 
@@ -103,23 +169,14 @@ class Lesson(BaseException):
         super().__init__(refusal)
         self.refusal, self.needed, self.keep_whole, self.unknown = refusal, needed, keep_whole, unknown
         self.likely = frozenset(likely)
-        self.additions = UnitSpec(**{name: frozenset(added) for name, added in additions.items()})
+        added: dict[str, Any] = {name: frozenset(names) for name, names in additions.items()}
+        self.additions = UnitSpec(**added)
 
 
-def find_units(
-    model: nn.Module, leaves: Sequence[str] = (), spec: UnitSpec = NO_SPEC, apart: Collection[str] = ()
-) -> dict[int, Unit]:
-    """Return the units of a model, by `id` of the module.
-
-    Args:
-        leaves: names of modules that are units, whatever they contain.
-        spec: see `UnitSpec`.
-        apart: names of further modules that are not units; see `Opening`.
-
-    Raises PartitionError for a name in `leaves` that is not a module.
-    """
-    opened_ids = {id(model.get_submodule(name)) for name in apart}
-    leaf_ids = {id(resolve(model, name, "leaf_modules")) for name in (*leaves, *sorted(spec.run_whole))}
+def find_units(model: nn.Module, spec: UnitSpec = NO_SPEC) -> dict[int, Unit]:
+    """Return the units of a model, by `id` of the module."""
+    opened_ids = {id(model.get_submodule(name)) for name in spec.opening.names}
+    leaf_ids = {id(model.get_submodule(name)) for name in (*spec.leaves, *spec.run_whole)}
     units: dict[int, Unit] = {}
     seen: set[int] = {id(model)}
 
@@ -220,59 +277,3 @@ def intercept(modules: Iterable[nn.Module], handler: Callable[[UnitCall, nn.Modu
     # looked up before any is replaced
     with replaced([(cls, "__call__", replacement(cls.__call__)) for cls in dict.fromkeys(map(type, modules))]):
         yield
-
-
-@dataclass(frozen=True, slots=True)
-class Opening:
-    """Names of modules to open.
-
-    Attributes:
-        asked: opened because the user asked for it.
-        for_cuts: opened because a cut lies inside.
-        for_balance: opened for balance; they stay whole if they cannot be recorded call by call.
-        cannot_open: so opened once, but could not be recorded call by call.
-    """
-
-    asked: frozenset[str] = frozenset()
-    for_cuts: frozenset[str] = frozenset()
-    for_balance: frozenset[str] = frozenset()
-    cannot_open: frozenset[str] = frozenset()
-
-    @property
-    def names(self) -> frozenset[str]:
-        return self.asked | self.for_cuts | self.for_balance
-
-    def without(self, names: Collection[str]) -> Opening:
-        """Return the same, but with these tried modules left whole."""
-        closed = self.for_balance & set(names)
-        return replace(self, for_balance=self.for_balance - closed, cannot_open=self.cannot_open | closed)
-
-    def around(self, scope: str) -> str:
-        """Return the outermost module that was tried and is, or encloses, the one named `scope`; empty if there is
-        none."""
-        return min(filter(partial(is_below, scope), self.for_balance), key=len, default="")
-
-    def cut_inside(self, scope: str) -> str:
-        """Return the same for modules that are opened because a cut lies inside."""
-        return min(filter(partial(is_below, scope), self.for_cuts), key=len, default="")
-
-    def refusal(self, name: str, reason: str) -> str:
-        """Build the message for a module with a cut inside that cannot be opened."""
-        return (
-            f"cuts: one lies inside {name!r}, which then has to be recorded call by call, but {reason}. "
-            f"Or cut at {name!r}"
-        )
-
-    def refuse_draw(self, scope: str, source_line: str) -> None:
-        """Refuse, or leave whole, a module that was opened unasked and draws random numbers in its own forward."""
-        if name := self.around(scope):
-            raise Lesson(keep_whole=name)
-        if name := self.cut_inside(scope):
-            raise PartitionError(
-                f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
-                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass "
-                f"split_inside=[{name!r}] for any number of stages"
-            )
-
-
-NOTHING = Opening()

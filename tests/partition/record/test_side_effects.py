@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect
-from penstock.partition import Partitioner, partitioner
+from penstock.partition import Partitioner
 from penstock.partition.record import attempts
+from penstock.partition.stages import partition
 from scaffolding.models import Forward
 from scaffolding.proofs import proven
 
@@ -199,14 +200,14 @@ def test_a_parameter_that_no_stage_has_is_refused_by_name(monkeypatch: pytest.Mo
 
 
 def test_a_parameter_in_the_graph_that_no_stage_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = partitioner.build_stage
+    made = partition.build_stage
 
     def without_last(*args: Any) -> Any:
         stage = made(*args)
         stage.parameters.pop("last.weight", None)
         return stage
 
-    monkeypatch.setattr(partitioner, "build_stage", without_last)
+    monkeypatch.setattr(partition, "build_stage", without_last)
     with pytest.raises(PartitionError, match=r"uses 'last.weight', but"):
         inspect(Stack(), (torch.randn(5, WIDTH),))
 

@@ -83,6 +83,24 @@ def test_blocks_that_leave_losses_are_opened_together() -> None:
     assert recorded.call_count == 2
 
 
+def test_modules_in_blocks_that_leave_losses_are_opened_with_these() -> None:
+    """As a mixture of experts in a layer does (DeepSpeed's and fairscale's `l_aux`): twice, however deep they are."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention, self.mixture = nn.Linear(WIDTH, WIDTH), Expert()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mixture(self.attention(x))
+
+    model = nn.Sequential(Layer(), Layer(), nn.Linear(WIDTH, WIDTH))
+    with mock.patch.object(attempts, "_record", wraps=attempts._record) as recorded:
+        recording = record(model, (torch.randn(4, WIDTH),), {})
+    assert recording.unit_spec.opened == {"0", "0.mixture", "1", "1.mixture"}
+    assert recorded.call_count == 2
+
+
 def batch() -> tuple[Tensor, Tensor]:
     torch.manual_seed(1)
     return torch.randn(4, WIDTH), torch.randn(4, WIDTH)

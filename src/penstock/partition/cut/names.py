@@ -21,7 +21,7 @@ from torch import fx, nn
 from penstock._base.errors import PartitionError
 from penstock._base.marks import cut
 from penstock.partition.given_model import Chain
-from penstock.partition.names import canonical_names, is_below, named_module, real_name, resolve, unwrapped
+from penstock.partition.names import canonical_names, is_below, named_module, resolve, unwrapped
 from penstock.partition.recording import Recording
 
 _LATER = re.compile(r"(.+)([:#])([1-9]\d*)")
@@ -45,8 +45,8 @@ def find_call(model: nn.Module, name: str) -> CallSite:
     match = _LATER.fullmatch(name) if named_module(model, name) is None else None
     path, sign, number = match.groups() if match else (name, ":", "1")
     owner, _, function = path.rpartition(".") if sign == "#" else (path, "", "")
-    module = resolve(model, owner, "cuts") if owner else model
-    offset = 0 if function else _slots(model, real_name(model, path)).index(real_name(model, path))
+    real_name, module = resolve(model, owner, "cuts") if owner else ("", model)
+    offset = 0 if function else _slots(model, real_name).index(real_name)
     return CallSite(canonical_names(model)[id(module)], function, int(number) + offset)
 
 

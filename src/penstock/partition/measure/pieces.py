@@ -172,7 +172,7 @@ class Pieces:
             },
             torch=torch.__version__,
             threads=torch.get_num_threads(),
-            opened=tuple(sorted(recording.opening.names)),
+            opened=tuple(sorted(recording.unit_spec.opening.names)),
             runs=runs,
         )
 

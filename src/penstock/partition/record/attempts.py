@@ -34,6 +34,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.given_model import Chain
+from penstock.partition.names import is_below
 from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.obstacles import Obstacle, depends_on_values, describe_scope
 from penstock.partition.record.autograd_functions import following_functions
@@ -45,75 +46,78 @@ from penstock.partition.recording import Constant, Recording, is_readable
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import ALL_UNITS, Left
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import NO_SPEC, NOTHING, Lesson, Opening, Unit, UnitSpec, find_units, intercept, replaced
+from penstock.partition.units import NO_SPEC, Lesson, Opening, Unit, UnitSpec, find_units, intercept, replaced
 from penstock.partition.user_code import raising_line
 
 
-def record(
-    model: nn.Module,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    leaves: Sequence[str] = (),
-    spec: UnitSpec = NO_SPEC,
-    opening: Opening = NOTHING,
-) -> Recording:
+def record(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spec: UnitSpec = NO_SPEC) -> Recording:
     """Record `model(*args, **kwargs)`. Parameters on `meta` are taken to be on the first input's device.
 
-    `leaves`, `spec` and `opening`: see `find_units`. The recording's `unit_spec` and `opening` add what the attempts
-    showed.
+    What a forward needs must not depend on where the model is cut. So if something must be learned while modules are
+    opened for cuts or balance, it is learned with these whole. The recording's `unit_spec` has what was learned.
 
     Raises PartitionError, with the line of the user's code, for anything that a stage could not replay.
     """
-    reason, is_cut_free = "", False  # reason: why modules were opened, for messages
-    fallback: UnitSpec | None = None  # to go back to if opening more modules does not help
-    while True:
-        units = find_units(model, leaves, spec, opening.names)
-        record_choices = partial(record_path, Attempt(model, args, kwargs, units, opening, spec))
+    has_learned = False
+    while (opening := spec.opening).names != opening.asked:
         try:
-            recording = record_choices({})
-            if recording.asks and any(entry.is_carried for entry in recording.left):
-                spec, fallback, reason = replace(fallback or spec, stay_whole=spec.stay_whole | {ALL_UNITS}), None, ""
-                continue  # a randomly skipped module leaves no value to carry
-            return replace(merge_branches(recording, record_choices) if recording.asks else recording, opening=opening)
+            return _record_merged(model, args, kwargs, spec)
         except Lesson as lesson:
             if (name := lesson.keep_whole) is not None:  # others of its class will not work either; all, without a name
                 kinds = {n: type(model.get_submodule(n)) for n in opening.for_balance}
-                opening = opening.without([n for n in kinds if not name or kinds[n] is type(model.get_submodule(name))])
-            elif lesson.additions.functions:
-                spec = _extend_spec(spec, lesson, leaves)
-            elif opening.names == opening.asked:
-                if not lesson.needed:
-                    fallback = replace(fallback or spec, stay_whole=spec.stay_whole | lesson.additions.opened)
-                try:
-                    reason, spec = lesson.refusal, _extend_spec(spec, lesson, leaves)
-                    if likely := lesson.likely - {*leaves} - spec.opened - spec.run_whole - spec.stay_whole:
-                        fallback, spec = fallback or spec, spec | UnitSpec(opened=likely)
-                except PartitionError:
-                    if fallback is None:
-                        raise
-                    spec, fallback, reason = fallback, None, ""
-            elif not is_cut_free:  # the units must not depend on where the model is cut
-                spec, is_cut_free = record(model, args, kwargs, leaves, spec, Opening(opening.asked)).unit_spec, True
+                closed = [n for n in kinds if not name or kinds[n] is type(model.get_submodule(name))]
+                spec = replace(spec, opening=opening.without(closed))
+            elif lesson.additions.functions or lesson.additions.stay_whole:
+                spec = _extend_spec(spec, lesson)
+            elif not has_learned:
+                asked_alone = replace(spec, opening=Opening(opening.asked))
+                spec = replace(_learn_units(model, args, kwargs, asked_alone).unit_spec, opening=opening)
+                has_learned = True
             elif opening.for_balance:
-                opening = opening.without(opening.for_balance)
+                spec = replace(spec, opening=opening.without(opening.for_balance))
             else:
                 raise PartitionError(opening.refusal(sorted(opening.for_cuts)[0], lesson.refusal)) from None
+    return _learn_units(model, args, kwargs, spec)
+
+
+def _learn_units(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spec: UnitSpec) -> Recording:
+    """Record, and open what must be, until nothing more must be."""
+    reason = ""  # why modules were opened, for messages
+    fallbacks: list[tuple[UnitSpec, str]] = []  # what to go back to, with its reason, if that does not help
+    while True:
+        try:
+            try:
+                return _record_merged(model, args, kwargs, spec)
+            except Lesson as lesson:
+                new, first = lesson.additions, fallbacks[0][0] if fallbacks else spec
+                if new.stay_whole:
+                    spec, fallbacks, reason = replace(first, stay_whole=spec.stay_whole | new.stay_whole), [], ""
+                elif new.functions:
+                    spec = _extend_spec(spec, lesson)
+                else:
+                    if not lesson.needed:
+                        fallbacks = [(replace(first, stay_whole=spec.stay_whole | new.opened), "")]
+                    reason = ""  # what is refused now is no consequence of what was opened before
+                    spec, reason = _extend_spec(spec, lesson), lesson.refusal
+                    if likely := lesson.likely - {*spec.leaves} - spec.opened - spec.run_whole - spec.stay_whole:
+                        fallbacks, spec = [*fallbacks, (spec, reason)], spec | UnitSpec(opened=likely)
         except Exception as error:
-            if fallback is None:
-                if not reason or not isinstance(error, PartitionError):
-                    raise
+            if fallbacks:
+                spec, reason = fallbacks.pop()
+            elif reason and isinstance(error, PartitionError):
                 text = f"{reason}. Recording it call by call does not help"
                 if isinstance(error, Obstacle):
                     raise Obstacle(f"{text}: {error.reason}", error.scope, error.alternative) from error
                 raise PartitionError(f"{text}: {error}") from error
-            spec, fallback, reason = fallback, None, ""
+            else:
+                raise
 
 
-def _extend_spec(spec: UnitSpec, lesson: Lesson, leaves: Sequence[str]) -> UnitSpec:
+def _extend_spec(spec: UnitSpec, lesson: Lesson) -> UnitSpec:
     """Return the spec and what the lesson adds. Raise PartitionError if that is nothing new, or contradicts the spec
     or the user's `leaves`."""
     extended = spec | lesson.additions
-    if conflicting := sorted(lesson.additions.opened & {*leaves}):
+    if conflicting := sorted(lesson.additions.opened & {*spec.leaves}):
         raise PartitionError(
             f"{lesson.refusal}; or leave {conflicting} out of leaf_modules, so that it can be recorded call by call"
         )
@@ -126,6 +130,15 @@ _NOT_ENOUGH = (
     ", which is not enough. Name the module whose forward this call is part of (one that calls torch.func, say) in "
     "leaf_modules=[...], so that it runs as a whole; if it is the model itself, give this part a module of its own"
 )
+
+
+def _record_merged(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any], spec: UnitSpec) -> Recording:
+    """Record with these units, on all paths that the forward may take at random."""
+    record_choices = partial(record_path, Attempt(model, args, kwargs, find_units(model, spec), spec))
+    recording = record_choices({})
+    if recording.asks and any(entry.is_carried for entry in recording.left):
+        raise Lesson(stay_whole=[ALL_UNITS])  # a randomly skipped module leaves no value to carry
+    return merge_branches(recording, record_choices) if recording.asks else recording
 
 
 def record_path(attempt: Attempt, choices: Mapping[int, bool]) -> Recording:
@@ -188,13 +201,15 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
 
 
 def _will_be_opened(recorder: Recorder, spec: UnitSpec, names: Collection[str]) -> frozenset[str]:
-    """Return the units of the same classes that would be opened for what they have left, one attempt after another."""
+    """Return the units of the same classes, and the modules in them, that would be opened for what they have left, one
+    attempt after another."""
     model, channels = recorder.model, recorder.side_effects
     try:
         channels.collect_left(recorder.is_seen, spec, recorder.ran_for_real)
     except Lesson as lesson:
         kinds = {type(model.get_submodule(name)) for name in names}
-        return frozenset(name for name in lesson.additions.opened if type(model.get_submodule(name)) in kinds)
+        alike = {name for name in lesson.additions.opened if type(model.get_submodule(name)) in kinds}
+        return frozenset(name for name in alike | lesson.likely if any(is_below(name, unit) for unit in alike))
     return frozenset()
 
 

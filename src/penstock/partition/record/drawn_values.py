@@ -9,7 +9,6 @@ this recording was given. `random_branches` records the other paths too, and mer
 from __future__ import annotations
 
 import operator
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial, partialmethod
@@ -132,7 +131,6 @@ class Chance:
         self, writer: Writer, values: KnownValues, call: Callable[[Any, Any, Any], Any], choices: Mapping[int, bool]
     ) -> None:
         self._writer, self._known_values, self._call, self._choices = writer, values, call, choices
-        self._thread = threading.get_ident()
         self._generators = python_draws.generator_states()
         self._drew_in_unit = False
         self._answers: dict[fx.Node, bool] = {}
@@ -215,7 +213,7 @@ class Chance:
         return moved and not was_noted
 
     def _draw(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if threading.get_ident() != self._thread:
+        if self._writer.observer.is_elsewhere:
             return function(*args, **kwargs)
         values = (*args, *kwargs.values())
         if name == python_draws.FRESH:
@@ -234,7 +232,7 @@ class Chance:
 
     def _call_whole(self, function: FunctionType, *args: Any, **kwargs: Any) -> Any:
         writer = self._writer
-        if threading.get_ident() != self._thread or writer.is_paused:
+        if writer.observer.is_elsewhere or writer.is_paused:
             return function(*args, **kwargs)
         self.check_generators()
         if holds_drawn((args, kwargs)):

@@ -41,9 +41,6 @@ from penstock.partition.state.reachable import Reach
 from penstock.partition.units import Lesson, Opening, Unit
 from penstock.partition.user_code import current_line
 
-Seen = tuple[Tensor, fx.Node]
-"""A tensor that the forward handles (kept alive so that its id is not reused), and its node."""
-
 
 class Writer:
     """The graph of a recording, and what is known about its nodes."""
@@ -61,7 +58,7 @@ class Writer:
         self.inputs: dict[fx.Node, int] = {}  # placeholder -> its position among the leaves of (args, kwargs)
         self.is_paused = False
         """Whether a recorded call is running; what happens inside it is not recorded."""
-        self._seen: dict[int, Seen] = {}
+        self._seen: dict[int, tuple[Tensor, fx.Node]] = {}  # by the tensor's id, which lives as long as the tensor
         self.on_memory: dict[int, list[int]] = {}  # storage -> ids of the tensors seen on it
         self._attributes: dict[str, fx.Node] = {}
         self._constants = free_name(model, "constants")

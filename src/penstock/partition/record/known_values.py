@@ -177,7 +177,8 @@ class KnownValues:
             with self._observer.trial(), self._observer.calling(Call(-1)), quiet():
                 function(*fake_args, **fake_kwargs)
         except Exception:
-            if not (holds_tensors(result) or _is_plain(result)):
+            leaves = flatten(result).leaves
+            if not (holds_tensors(result) or all(isinstance(leaf, (bool, int, float)) for leaf in leaves)):
                 raise
             return True
         return False
@@ -208,7 +209,3 @@ def compare_drawn(name: str, bound: float, low: float = 0.0, high: float = 1.0, 
 def _make_numbers(tensor: Tensor, scale: int) -> Tensor:
     memory = torch.arange(extent(tensor.size(), tensor.stride()), device=tensor.device).mul(scale).to(tensor.dtype)
     return memory.as_strided(tensor.size(), tensor.stride()).requires_grad_(tensor.requires_grad)
-
-
-def _is_plain(value: Any) -> bool:
-    return all(isinstance(leaf, (bool, int, float)) for leaf in flatten(value).leaves)

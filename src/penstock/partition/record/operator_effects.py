@@ -66,10 +66,11 @@ OUTSIDE = Call(-1)
 
 @dataclass(frozen=True, slots=True)
 class Location:
-    """Where something happened: in a recorded call, on a line."""
+    """Where something happened: in a recorded call, on a line, in a module (the innermost that ran)."""
 
     call: Call
     line: str = ""
+    module: nn.Module | None = None
 
     def __str__(self) -> str:
         module = describe_scope(self.call.scope)
@@ -128,7 +129,7 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.foreign: dict[tuple[int, int], ForeignRead] = {}
         self.contents_read: set[int] = set()
         self.generators: dict[int, tuple[object, str]] = {}
-        self._inside_function = False
+        self._inside_function, self._thread = False, threading.get_ident()
         self._drew: list[nn.Module | None] = []
         self._written: dict[int, Any] = {}  # storage number -> the object that holds the memory
         self._alive: list[Any] = []  # what holds memory whose number must not be used again
@@ -309,7 +310,8 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 continue
             number = storage_id(tensor)
             self._roots.pop(number, None)
-            self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "")
+            module = self.stack[-1] if self.stack else None
+            self._makers[number] = Location(self.call, current_line() if self.call.is_unit else "", module)
             self._alive.append(WeakStorage(tensor))
 
     def alias(self, tensor: Tensor, root: int) -> None:
@@ -369,18 +371,22 @@ class Observer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         finally:
             self._inside_function = before
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether this thread, a data loader's, say, is not the one that records."""
+        return threading.get_ident() != self._thread
+
     @contextmanager
     def following_modules(self) -> Iterator[None]:
-        """Keep `stack` and `calls` up to date with this thread's module calls."""
-        thread = threading.get_ident()
+        """Keep `stack` and `calls` up to date with the recording thread's module calls."""
 
         def enter(module: nn.Module, _args: Any) -> None:
-            if threading.get_ident() == thread:
+            if not self.is_elsewhere:
                 self.stack.append(module)
                 self.calls.append((module, self.position))
 
         def leave(module: nn.Module, _args: Any, result: Any) -> None:
-            if threading.get_ident() == thread:
+            if not self.is_elsewhere:
                 for leaf in (result,) if isinstance(result, Tensor) else flatten(result).leaves:
                     if isinstance(leaf, Tensor):
                         self.returned.setdefault(id(leaf), (leaf, module))

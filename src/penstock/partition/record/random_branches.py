@@ -1,16 +1,16 @@
 """Records a forward that skips modules at random (layer drop, stochastic depth) as one recording with branches.
 
 With several decisions there are too many paths to record them all. So the path on which most runs is the base, and
-others are recorded: one with all decisions inverted, and two for each of the first two binary digits of a decision's
-number, on which those are inverted whose digit is 0, or 1. Each must be the base minus the nodes that it leaves out:
-these are the decision's region, which becomes one node.
+others are recorded: one with all decisions inverted, and three on which every third is, those whose numbers have the
+last ternary digit 0, 1 or 2. Each must be the base minus the nodes that it leaves out: these are the decision's region,
+which becomes one node.
 
 Fewer would not do. Layers one or two apart meet in all four ways on no less: U-Nets and layers that look at the one
 before the last would be wrong. And if all layers are skipped, what replaces a layer's result may be that of the layer
-before it, or what entered the first: that shows only where the layer before it runs, and one that reads it. If that is
-another than the next, if regions that read each other never differ, or if a decision leaves nothing out, more paths are
-recorded: two for each further digit. Numbers that differ by s differ in the digit of
-the largest power of 2 that divides s, so on one path a layer is inverted and neither of those s away from it is.
+before it, or what entered the first: that shows only where the layer before it runs, and one that reads it. If what
+replaces it is older than a layer that was skipped too, if regions that read each other never differ, or if a decision
+leaves nothing out, more paths are recorded: three for each further digit. Numbers that differ by s differ in the digit
+of the largest power of 3 that divides s, so on one path a layer is inverted and neither of those s away from it is.
 """
 
 from __future__ import annotations
@@ -99,11 +99,11 @@ def _paths(first: Recording, record: Callable[[Mapping[int, bool]], Recording]) 
     all_false = recorded[(False,) * count] = _Path.from_recording(first, (False,) * count)
     all_true = get_path((True,) * count)
     base = get_path(tuple(len(b) > len(a) for a, b in zip(all_false.segments[1:], all_true.segments[1:], strict=True)))
-    for digit in range(max(1, (count - 1).bit_length())):
-        for side in (0, 1):
-            get_path(tuple(a != ((number >> digit & 1) == side) for number, a in enumerate(base.answers)))
-        if digit or count <= 2:
-            yield base, [path for path in recorded.values() if path is not base]
+    get_path(tuple(not answer for answer in base.answers))
+    for step in [3**digit for digit in range(count) if 3**digit < max(count, 2)]:
+        for value in range(3):
+            get_path(tuple(a != (number // step % 3 == value) for number, a in enumerate(base.answers)))
+        yield base, [path for path in recorded.values() if path is not base]
 
 
 class _Merger:

@@ -6,7 +6,6 @@ memory each call wrote and whether it drew random numbers. `record` sets all thi
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -48,7 +47,7 @@ from penstock.partition.record.run_for_real import find_attributes, find_drawing
 from penstock.partition.recording import Guard, walk
 from penstock.partition.result_checks import ResultChecks
 from penstock.partition.state.reachable import Reach
-from penstock.partition.units import Lesson, Opening, Unit, UnitCall, UnitSpec
+from penstock.partition.units import Lesson, Unit, UnitCall, UnitSpec
 from penstock.partition.user_code import current_line
 
 Blanks = dict[fx.Node, list[fx.Node]]
@@ -64,14 +63,13 @@ class Attempt:
 
     Attributes:
         units: the modules that run as a whole, by their `id`.
-        opening, unit_spec: what led to these units.
+        unit_spec: what led to these units.
     """
 
     model: nn.Module
     args: Sequence[Any]
     kwargs: Mapping[str, Any]
     units: dict[int, Unit]
-    opening: Opening
     unit_spec: UnitSpec
 
 
@@ -88,7 +86,7 @@ class Recorder(Writer, TorchFunctionMode):
     def __init__(
         self, attempt: Attempt, loan: Loan, reach: Reach, choices: Mapping[int, bool], unknown: frozenset[int]
     ) -> None:
-        super().__init__(attempt.model, attempt.units, loan, reach, attempt.opening)
+        super().__init__(attempt.model, attempt.units, loan, reach, attempt.unit_spec.opening)
         self.known_values = KnownValues(self.observer, loan.mode, unknown)
         self.chance = Chance(self, self.known_values, self.call, choices)
         self.notes: list[str] = []
@@ -101,8 +99,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
         self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
-        self.result_checks = ResultChecks(attempt.opening)
-        self._thread = threading.get_ident()
+        self.result_checks = ResultChecks(self.opening)
         self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
@@ -252,7 +249,7 @@ class Recorder(Writer, TorchFunctionMode):
     def call_unit(self, original: UnitCall, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Replace a module's `__call__` during the recording: a unit becomes one node."""
         unit = self.units.get(id(module))
-        if unit is None or self.is_paused or threading.get_ident() != self._thread:
+        if unit is None or self.is_paused or self.observer.is_elsewhere:
             return original(module, *args, **kwargs)
         if self.chance.has_drawn and holds_drawn((args, kwargs)):
             self.chance.refuse(f"a random number as an argument of {unit.name!r}, which runs as a whole,")
@@ -296,7 +293,7 @@ class Recorder(Writer, TorchFunctionMode):
         """Write a mark (`penstock.cut()`) as a call that does nothing. A unit with one is opened. Refuses to be asked
         for the current microbatch outside units."""
         unit = self.observer.call.unit
-        if threading.get_ident() != self._thread or (unit and marker is not cut):
+        if self.observer.is_elsewhere or (unit and marker is not cut):
             return
         if marker is not cut:
             reason = f"{current_line()} calls penstock.{marker.__name__}(), whose value would be frozen"
@@ -319,7 +316,7 @@ class Recorder(Writer, TorchFunctionMode):
 
     def call_autograd_function(self, original: Callable[..., Any], cls: type, args: Any, kwargs: Any) -> Any:
         """Replace `Function.apply` during the recording: outside the units it is one call."""
-        if threading.get_ident() != self._thread:
+        if self.observer.is_elsewhere:
             return original(*args, **kwargs)
         if self.is_paused:
             with self.observer.in_function():

@@ -20,7 +20,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import list_names
 from penstock._base.memory import extent
 from penstock._base.pytree import flatten, leaf_tensors, map_tensors
-from penstock.partition.names import is_below
+from penstock.partition.names import canonical_names, enclosing, is_below
 from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.operator_effects import Call, ForeignRead, Observer
@@ -28,7 +28,7 @@ from penstock.partition.state.block_state import Remembered, find_read_before_se
 from penstock.partition.state.loss_values import ALL_UNITS, MAX_CARRIED, SCALARS, Absent, Left
 from penstock.partition.state.reachable import Holder, Reach, holders_in_context
 from penstock.partition.state.settings import names_in_code
-from penstock.partition.units import Lesson, Unit, UnitSpec
+from penstock.partition.units import Lesson, Unit, UnitSpec, has_forward
 from penstock.partition.user_code import current_line
 
 Run = Callable[[Any, Any], Any]
@@ -45,6 +45,7 @@ class SideEffects:
 
     def __init__(self, model: nn.Module, units: Mapping[int, Unit], reach: Reach, observer: Observer) -> None:
         self._model, self._observer, self._reach = model, observer, reach
+        self._names = canonical_names(model)
         self._preset: dict[str, str] = {}  # units before which plain values that they may read were set -> their names
         self._preset_by: set[str] = set()  # units that set them
         self._setters: dict[tuple[int, Any], str] = {}  # a place and a key -> the last unit to change what is there
@@ -58,13 +59,12 @@ class SideEffects:
         reads = [f for f in self._observer.foreign.values() if f.reader.call is call]
         if not reads:
             return
-        names = {id(m): name for name, m in reversed(list(self._model.named_modules()))}
         held_storages = {f.storage for f in reads if f.held is not None}
         names_text = list_names([f.held for f in reads if f.held is not None])
         subject = f"tensors that are not among its arguments{f' ({names_text})' if names_text else ''}"
         refusal = f"a call at {current_line()} uses {subject}; a stage would not have them"
         for module in reversed(self._observer.stack):
-            name = names.get(id(module), "")
+            name = self._names.get(id(module), "")
             if name and held_storages <= {storage_id(t) for t in (*module.parameters(), *module.buffers())}:
                 raise Lesson(f"{refusal}. {name!r} would have to run as a whole", run_whole=[name])
         raise PartitionError(
@@ -220,26 +220,33 @@ class SideEffects:
 
         Raises Lesson if units must be opened to carry what they left.
         """
-        entries, to_open = [], set[str]()
+        entries, to_open, inner = [], set[str](), set[str]()
         for holder, key, value in self._changes():
-            units = {id(t): m.call.unit for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
-            if not units and type(value) not in SCALARS:
+            made = {id(t): m for t in tensors_in(value) if (m := self._observer.maker(t)) is not None}
+            if not made and type(value) not in SCALARS:
                 continue
             text, value = holder.name(key), [*value] if key is None else value
             is_inside = holder.module and not holder.outside
-            makers = {*units.values()} or {name for name in self._units if is_inside and is_below(holder.text, name)}
-            if not units and not makers.isdisjoint(real):
+            makers = {m.call.unit for m in made.values()} or {
+                name for name in self._units if is_inside and is_below(holder.text, name)
+            }
+            if not made and not makers.isdisjoint(real):
                 value = Absent.at(text)
-            to_carry = [t for t in leaf_tensors(value) if id(t) in units and t.numel() <= MAX_CARRIED]
+            to_carry = [t for t in leaf_tensors(value) if id(t) in made and t.numel() <= MAX_CARRIED]
             is_wanted = text in spec.for_loss or any(t.requires_grad for t in to_carry)
             if ALL_UNITS in spec.stay_whole or not is_wanted:
                 to_carry = []
-            to_open |= {units[id(t)] for t in to_carry if not has_node(t)} & (self._units.keys() - spec.stay_whole)
+            leaking = [made[id(t)] for t in to_carry if not has_node(t)]
+            for maker in (m for m in leaking if m.call.unit in self._units.keys() - spec.stay_whole):
+                unit, module = maker.call.unit, "" if maker.call.unit in real else self._names.get(id(maker.module), "")
+                inner |= {n for n in enclosing(module) if is_below(n, unit) and is_below(holder.text, n)}
+                to_open.add(unit)
             small = tuple(filter(has_node, to_carry))
             entries.append(Left(holder, key, value, frozenset(makers if all(makers) else ()), small))
         if to_open:
-            texts = ", ".join(sorted(to_open)[:4])
-            raise Lesson(f"{texts} leave values that take a gradient for the loss", opened=to_open, needed=False)
+            refusal = f"{', '.join(sorted(to_open)[:4])} leave values that take a gradient for the loss"
+            inner = {name for name in inner - to_open if has_forward(self._model.get_submodule(name))}
+            raise Lesson(refusal, opened=to_open, needed=False, likely=inner)  # these would be next
         return entries
 
 

@@ -13,7 +13,7 @@ from dataclasses import fields, is_dataclass, replace
 from functools import partial
 from itertools import accumulate
 from math import isqrt
-from operator import mul
+from operator import attrgetter, mul
 from typing import Any
 
 import torch
@@ -31,8 +31,8 @@ TRIALS = 3
 
 UNLIMITED = 2**62
 
-Probe = Callable[[Dims, int], Partition]
-"""Records the same inputs at another length."""
+NOTES = ("work", "notes", "origins")
+"""What a partition says for the user, which is that of the first length."""
 
 
 class Lengths:
@@ -58,17 +58,18 @@ class Lengths:
         partition = _partition({end: self._verified[end] for end in ends}, match[1])
         return partition if partition.holds(inputs) else None
 
-    def learn(self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Probe) -> bool:
+    def learn(
+        self, key: Hashable, leaves: Sequence[Leaf], partition: Partition, probe: Callable[[Dims, int], Partition]
+    ) -> bool:
         """Add what was recorded for another length, and, from three on, look for what follows the length. Return
-        whether these inputs differ in the length only."""
+        whether these inputs differ in the length only. `probe`: records the same inputs at another length."""
         match = self._find(key, leaves)
         if match is None or _readings(partition) != _readings(self._first):
             return False
         if not self._trials:
             return True
-        if self._dims is None:
-            self._recorded[match[0]] = self._first
-        self._dims, self._recorded[match[1]] = match[2], partition
+        self._dims = match[2]
+        self._recorded = {**(self._recorded or {match[0]: self._first}), match[1]: partition}
         longest = max(self._recorded)
         if len(self._recorded) < 3:
             return True
@@ -134,43 +135,14 @@ def _strides(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def _partition(recorded: Mapping[int, Partition], length: int) -> Partition:
-    """Build the partition for a length. Raise ValueError if more differs than numbers that follow the length."""
-    partitions = list(recorded.values())
-    _require_same([_fixed_parts(partition) for partition in partitions])
-    fit = partial(_fit, lengths=list(recorded), target=length)
-    return replace(
-        partitions[0],
-        result_leaves=fit([partition.result_leaves for partition in partitions]),
-        guards=tuple(
-            replace(group[0], module=_fit_code([guard.module for guard in group], fit))
-            for group in zip(*(partition.guards for partition in partitions), strict=True)
-        ),
-        stages=tuple(
-            replace(group[0], meta=fit([s.meta for s in group]), module=_fit_code([s.module for s in group], fit))
-            for group in zip(*(partition.stages for partition in partitions), strict=True)
-        ),
-    )
-
-
-def _fixed_parts(partition: Partition) -> Any:
-    """Return what must not follow the length. Raise ValueError if anything is kept from call to call."""
-    if partition.left or any(s.remembered or s.depends_on_values or s.meta.branches for s in partition.stages):
+    """Build the partition for a length. Raise ValueError if more differs than numbers that follow the length, or if
+    anything is kept from call to call."""
+    first, *others = recorded.values()
+    if first.left or any(s.remembered or s.depends_on_values or s.meta.branches for s in first.stages):
         raise ValueError
-    return (
-        *(partition.cuts, partition.input_order, partition.result_structure, partition.draw_offsets),
-        *([(*s.parameters,), (*s.buffers,), s.may_update, s.reads] for s in partition.stages),
-        *_readings(partition),
-    )
-
-
-def _fit_code(modules: Sequence[fx.GraphModule], fit: Callable[..., Any]) -> fx.GraphModule:
-    columns = list(zip(*(module.graph.nodes for module in modules), strict=True))
-    for nodes in columns:
-        _require_same([(node.op, node.name, node.target, node.meta) for node in nodes])
-        if nodes[0].op == "get_attr":
-            path, _, field = str(nodes[0].target).rpartition(".")
-            _require_same([getattr(module.get_submodule(path), field) for module in modules])
-    return with_arguments(modules[0], [fit([(node.args, node.kwargs) for node in nodes]) for nodes in columns])
+    _require_same([(partition.draw_offsets, *_readings(partition)) for partition in (first, *others)])
+    partition: Partition = _fit((first, *others), [*recorded], length)
+    return partition
 
 
 def _require_same(values: Sequence[Any]) -> Any:
@@ -182,8 +154,17 @@ def _require_same(values: Sequence[Any]) -> Any:
 
 def _fit(values: Sequence[Any], lengths: Sequence[int], target: int) -> Any:
     """Extrapolate the value at one length from those at others."""
-    fit = partial(_fit, lengths=lengths, target=target)
-    first, kind = values[0], _require_same([type(value) for value in values])
+    fit, first = partial(_fit, lengths=lengths, target=target), values[0]
+    if all(value is first for value in values):
+        return first
+    if isinstance(first, fx.GraphModule):
+        columns = list(zip(*(module.graph.nodes for module in values), strict=True))
+        for nodes in columns:
+            _require_same([(node.op, node.name, node.target, node.meta) for node in nodes])
+            if nodes[0].op == "get_attr":
+                _require_same([attrgetter(str(nodes[0].target))(module) for module in values])
+        return with_arguments(first, [fit([(node.args, node.kwargs) for node in nodes]) for nodes in columns])
+    kind = _require_same([type(value) for value in values])
     if kind is int and len({*values}) > 1:
         slope = (values[1] - first) // (lengths[1] - lengths[0])
         _require_same([value - slope * length for value, length in zip(values, lengths, strict=True)])
@@ -193,7 +174,8 @@ def _fit(values: Sequence[Any], lengths: Sequence[int], target: int) -> Any:
         shape = fit([value.shape for value in values])
         return replace(first, shape=shape, stride=_strides(shape))
     if is_dataclass(kind):
-        return replace(first, **{f.name: fit([getattr(value, f.name) for value in values]) for f in fields(kind)})
+        names = [f.name for f in fields(kind) if f.name not in NOTES]
+        return replace(first, **{name: fit([getattr(value, name) for value in values]) for name in names})
     if kind is slice:
         return slice(*fit([(value.start, value.stop, value.step) for value in values]))
     if isinstance(first, dict):

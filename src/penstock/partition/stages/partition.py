@@ -13,8 +13,9 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.formatting import list_names
 from penstock._base.pytree import unflatten
-from penstock.partition.recording import Constant, Guard, Recording
-from penstock.partition.stages.stage import Stage
+from penstock.partition.nested import input_path
+from penstock.partition.recording import Constant, Guard, RandomSource, Recording
+from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.stages.stage_plans import CutRecording
 from penstock.partition.state.loss_values import Left, in_place
 from penstock.partition.state.settings import read_contents
@@ -131,7 +132,38 @@ def describe(leaf: object) -> Leaf:
     return "constant", type(leaf), leaf, read_contents(leaf)
 
 
-def find_elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
+def build_partition(split: CutRecording, streams: RandomSource, paths: Sequence[str]) -> Partition:
+    """Build the stages of a recording that is cut. `paths`: of the leaves of (args, kwargs)."""
+    recording, stages = split.recording, build_stages(split, streams)
+    placeholders = {node.name: position for node, position in recording.inputs.items()}
+    return Partition(
+        stages=stages,
+        drawing_modules=recording.drawing,
+        draw_offsets=split.draw_offsets(),
+        cuts=tuple(split.cuts),
+        work=split.work(),
+        notes=(*recording.notes, *_unused_note(recording, stages)),
+        origins=_origins(recording, stages),
+        guards=recording.guards,
+        is_foreign=recording.is_foreign,
+        input_order=tuple(placeholders[i.name] for i in stages[0].meta.inputs),
+        result_structure=recording.result_structure,
+        result_leaves=recording.result_leaves,
+        left=tuple(entry for entry in recording.left if not split.last_has(entry.units)),
+        reorders_gradients=split.crosses_twice(),
+        elsewhere=_find_elsewhere(recording, stages),
+        overwritten=frozenset(input_path(paths[number]) for number in recording.overwritten),
+    )
+
+
+def build_stages(split: CutRecording, streams: RandomSource) -> tuple[Stage, ...]:
+    """Build the stages, and check that they hold everything that training needs."""
+    stages = tuple(build_stage(split, plan, index, streams) for index, plan in enumerate(split.plans))
+    _check_complete(split, stages)
+    return stages
+
+
+def _find_elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, Tensor]:
     """Return the parameters and updated buffers that are not on the last of several stages."""
     last = {id(t) for t in (*stages[-1].parameters.values(), *stages[-1].buffers.values())}
     updated = {id(stage.buffers[name]) for stage in stages for name in stage.meta.updated if name in stage.buffers}
@@ -143,7 +175,7 @@ def find_elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, T
     }
 
 
-def origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
+def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
     """Return where the values that cross between stages, or enter or leave the model, were made."""
     metas = [stage.meta for stage in stages]
     names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
@@ -159,7 +191,7 @@ def _origin(recording: Recording, node: fx.Node) -> Origin:
     return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
 
 
-def check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
+def _check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
     """Raise PartitionError if a parameter or buffer that training needs is on no stage, and name it."""
     recording = split.recording
     on_stages = {id(t) for stage in stages for t in (*stage.parameters.values(), *stage.buffers.values())}
@@ -185,7 +217,7 @@ def _remedy(model: nn.Module, absent: Sequence[str]) -> str:
     return f"Pass leaf_modules={[scope]}, or a module around it: the one whose forward uses them has to run as a whole"
 
 
-def unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
+def _unused_note(recording: Recording, stages: Sequence[Stage]) -> tuple[str, ...]:
     """Return the notes on parameters that no stage holds because the forward does not use them."""
     on_stages = {id(p) for stage in stages for p in stage.parameters.values()}
     unused = [name for name, p in recording.held.items() if isinstance(p, nn.Parameter) and id(p) not in on_stages]

@@ -218,7 +218,7 @@ def build_stage(split: CutRecording, plan: StagePlan, index: int, streams: Rando
     _keep_persistence(model, module)
     uncertain = {name for node in plan.run if split.depends_on_values(node) for name in split.held_by(node)}
     may_update = tuple(public[n] for n in names if n in uncertain and n not in split.updated and public[n] in buffers)
-    remembered = tuple(r for r in recording.remembered if any(split.uses(node, r) for node in plan.run))
+    remembered = tuple(r for r in recording.remembered if any(r.unit in split.facts[n].units for n in plan.run))
     return Stage(
         meta,
         module,

@@ -18,7 +18,7 @@ from torch import fx, nn
 from penstock._base.errors import PartitionError
 from penstock._base.stages import MODEL_INPUT, Input, Output, TensorMeta
 from penstock.partition.recording import NodeInfo, Recording, walk
-from penstock.partition.state.block_state import Remembered, refuse_apart
+from penstock.partition.state.block_state import refuse_apart
 
 HELD = ("parameter", "buffer", "constant")
 
@@ -62,7 +62,8 @@ class CutRecording:
         self._check_held(received, run)
         self._check_views()
         for entry in self.recording.remembered:
-            refuse_apart(entry, {stage for stage, nodes in enumerate(run) if any(self.uses(n, entry) for n in nodes)})
+            units = [{unit for node in nodes for unit in self.facts[node].units} for nodes in run]
+            refuse_apart(entry, {stage for stage, called in enumerate(units) if entry.unit in called})
         needed_later: list[set[fx.Node]] = [set() for _ in range(self.count)]
         for stage in range(1, self.count):
             for node in received[stage]:
@@ -236,10 +237,6 @@ class CutRecording:
                     f"{sorted(stages[storage])}: copies on several stages would differ. Update it next to where it is "
                     "used, or move the cut so that all its uses are on one stage"
                 )
-
-    def uses(self, node: fx.Node, remembered: Remembered) -> bool:
-        """Whether a node calls the unit that something carries over in."""
-        return remembered.unit in self.facts[node].units
 
     @cached_property
     def updated(self) -> set[str]:

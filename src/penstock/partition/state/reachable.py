@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import functools
 import operator
-import re
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Iterator
@@ -24,6 +23,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from penstock._base.closures import contents
+from penstock.partition.names import enclosing
 from penstock.partition.nested import CONSTANTS, hides_tensors
 from penstock.partition.user_code import CACHED, TORCH_ATTRIBUTES, is_library, iter_functions, package_name
 
@@ -133,11 +133,11 @@ class Reach:
         del self._seen, self._first
         self._below: defaultdict[str, list[Holder]] = defaultdict(list)
         for holder in self.holders:
-            for path in () if holder.outside else _enclosing(holder.text):
+            for path in () if holder.outside else enclosing(holder.text):
                 self._below[path].append(holder)
         self._elsewhere: defaultdict[str, list[str]] = defaultdict(list)
         for first, text in self._repeats:
-            for path in _enclosing(text):
+            for path in enclosing(text):
                 self._elsewhere[path].append(first)
 
     def holders_in(self, name: str) -> list[Holder]:
@@ -245,12 +245,6 @@ def holders_in_context() -> list[Holder]:
             items = value.items() if isinstance(value, dict) else enumerate(value)
             pending += [(f"{text}[{key!r}]", item) for key, item in items]
     return list(holders.values())
-
-
-def _enclosing(text: str) -> Iterator[str]:
-    """Yield a path, and every path that encloses it."""
-    yield from (text[: match.start()] for match in re.finditer(r"[.\[]", text))
-    yield text
 
 
 def has_no_user_data(module: str) -> bool:
