@@ -37,6 +37,18 @@ class Checkpointed(nn.Module):
         return x
 
 
+class ChecksItsNorm(nn.Module):
+    """As a layer of timm's DenseNet with `memory_efficient=True`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed: Tensor = checkpoint(self.norm, self.layer(x), use_reentrant=False)
+        return torch.tanh(normed)
+
+
 def kept(model: nn.Module, *args: Tensor, **kwargs: Tensor) -> int:
     """Bytes of the memory that one forward of the unsplit model saves, parameters and buffers aside."""
     own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
@@ -72,6 +84,12 @@ def test_a_transformer_keeps_what_torch_keeps() -> None:
     case = gpt()
     (whole,) = inspect(case.model, case.args, case.kwargs, stages=1, microbatches=1).stages
     assert whole.activation_bytes == kept(case.model, *case.args, **case.kwargs)
+
+
+def test_a_norm_that_runs_again_in_backward_counts_no_batch() -> None:
+    model = nn.Sequential(*(ChecksItsNorm() for _ in range(4)))
+    assert all(stage.activation_bytes for stage in inspect(model, (torch.randn(ROWS, WIDTH),), stages=2).stages)
+    assert not any(block.norm.num_batches_tracked for block in model)
 
 
 def test_it_is_that_of_one_microbatch() -> None:

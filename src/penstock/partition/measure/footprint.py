@@ -12,7 +12,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -119,6 +119,10 @@ def backward_roots(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callab
     return [get_gradient_edge(value) for value in trained], make_ones
 
 
+_Runs = tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]
+"""What a run took, and what its forward and its backward did."""
+
+
 def _run(
     module: nn.Module,
     inputs: Sequence[TensorMeta],
@@ -126,7 +130,7 @@ def _run(
     with_loss: bool = False,
     counts: bool = False,
     inputs_only: bool = False,
-) -> tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]:
+) -> _Runs:
     """Run a module on fake tensors: return its bytes, and what the forward and the backward do. `inputs_only`: compute
     gradients of these alone."""
     tensors = (*module.named_parameters(), *module.named_buffers())
@@ -136,10 +140,12 @@ def _run(
             tensor.grad = torch.empty_like(tensor)
     leaves = [_empty_like(meta) for meta in inputs]
     uncounted = [*state.values(), *(t.grad for t in state.values() if t.grad is not None), *leaves]
-    with MemoryMonitor(uncounted) as memory:
+    memory = MemoryMonitor(uncounted)
+
+    def run() -> _Runs:
         copies = [leaf.clone() for leaf in leaves]  # which may be updated in place
         memory.is_counting = counts
-        outputs: list[Tensor] = list(functional_call(module, dict(state), tuple(copies)))
+        outputs: list[Tensor] = list(module(*copies))
         memory.is_counting = False
         ids_in, ids_out = ([storage_id(value) for value in values] for values in (copies, outputs))
         copies.clear()
@@ -156,6 +162,21 @@ def _run(
             torch.autograd.backward(edges, gradients)
         memory.is_counting = False
         return Footprint(kept, max(peak, memory.peak) - kept, input_bytes, output_bytes), forward, memory.take_ops()
+
+    with memory:
+        result = functional_call(
+            _WhileReplaced(module, run), {f"module.{name}": fake for name, fake in state.items()}, ()
+        )
+    return cast(_Runs, result)
+
+
+class _WhileReplaced(nn.Module):
+    """Keeps what stands in for a module's tensors in place until backward has ended: the model's own checkpoint (timm's
+    DenseNet) runs the module again there, which would count a batch in its own batch norms."""
+
+    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
+        super().__init__()
+        self.module, self.forward = module, run
 
 
 class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]
