@@ -9,6 +9,7 @@ import torch
 
 from penstock import ArgumentError, PartitionError, pipeline
 from penstock.costs import ModelFingerprint
+from penstock.distributed.world import World
 from penstock.pipe.apply_plan import DEFAULTS, AppliedPlan
 from penstock.plan import ParallelConfig, Plan
 from penstock.plan.plan import VARIABLE
@@ -77,9 +78,15 @@ def test_the_plan_of_penstock_run_goes_before_the_script(tmp_path: Path, monkeyp
     monkeypatch.setenv(VARIABLE, str(tmp_path / "plan.json"))
     with pytest.warns(UserWarning, match="microbatches: overridden by the plan .*plan.json of penstock run"):
         assert _gradients(microbatches=8)[:2] == (PLAN.cuts, "interleaved-1f1b")
-    monkeypatch.setenv("RANK", "1")  # the first process says it, once for the job
+    applied = AppliedPlan.of(None, {**DEFAULTS, "microbatches": 8})
+    first, second = (World(2, rank, (2, 3)) for rank in (0, 1))  # on part of a job, whose first process has no plan
+    with pytest.warns(match="overridden"), pytest.warns(match="not arranged as in the plan"):
+        applied.check(first, mlp(), "cpu")
+    with pytest.warns(match="microbatches of 3 rows"):
+        applied.check_rows(first, 7)
     with warnings.catch_warnings(action="error"):
-        AppliedPlan.of(None, {**DEFAULTS, "microbatches": 8}).check_rows(7)
+        applied.check(second, mlp(), "cpu")
+        applied.check_rows(second, 7)
 
 
 @pytest.mark.parametrize(

@@ -32,9 +32,11 @@ DEFAULTS: Mapping[str, Any] = {
 
 @dataclass(frozen=True, slots=True)
 class AppliedPlan:
-    """The plan that a pipeline follows; None if there is none."""
+    """The plan that a pipeline follows; None if there is none. `overridden`: arguments that `penstock run --plan`
+    replaces."""
 
     plan: Plan | None
+    overridden: Sequence[str] = ()
 
     @classmethod
     def of(cls, plan: Plan | str | os.PathLike[str] | None, args: Mapping[str, Any]) -> AppliedPlan:
@@ -58,9 +60,7 @@ class AppliedPlan:
         conflicts = [name for name, default in DEFAULTS.items() if args[name] is not default and args[name] != default]
         if conflicts and plan is not None:
             raise ArgumentError(f"plan= already decides {', '.join(conflicts)}; pass only one of the two")
-        if conflicts:
-            _warn(f"{', '.join(conflicts)}: overridden by the plan {source} of penstock run")
-        return cls(loaded)
+        return cls(loaded, conflicts)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -95,6 +95,8 @@ class AppliedPlan:
         if self.plan is None:
             return
         choice = self.plan.choice
+        if self.overridden and world.is_first:
+            warn(f"{', '.join(self.overridden)}: overridden by the plan {os.environ[VARIABLE]} of penstock run")
         if (made_for := self.plan.made_for) is not None:
             device_type = made_for.device if device_type == "meta" else device_type
             if difference := first_difference(made_for, compute_fingerprint(as_module(model), device_type)):
@@ -102,12 +104,12 @@ class AppliedPlan:
                     f"plan= is not for this model on this device: {difference}; make a plan of this one with "
                     "`penstock plan`"
                 )
-            if made_for.threads not in (0, threads := torch.get_num_threads()):
-                _warn(
+            speaks = world.is_first or os.environ.get("LOCAL_RANK") == "0"  # hosts may have different numbers
+            if speaks and made_for.threads not in (0, threads := torch.get_num_threads()):
+                warn(
                     f"the plan's times are of {pluralize(made_for.threads, 'thread')} per rank, and this one has "
                     f"{threads}: steps will not take what it predicts; profile with --threads {threads} while nothing "
-                    "else runs, and plan again",
-                    "LOCAL_RANK",
+                    "else runs, and plan again"
                 )
         if (world.ranks, world.data_parallel) != (choice.ranks, choice.replicas):
             remedy = f"start {choice.ranks} processes, or one that runs all ranks"
@@ -119,25 +121,20 @@ class AppliedPlan:
                 f"the plan is for {choice.replicas} x {choice.ranks} ranks (replicas x pipeline), but there are "
                 f"{world.data_parallel} x {world.ranks}: {remedy}"
             )
-        if not world.is_local and sorted(map(list, world.lines or (world.members,))) != sorted(self.plan.grid):
-            _warn(
+        arrangement = sorted(map(list, world.lines or (world.members,)))
+        if world.is_first and not world.is_local and arrangement != sorted(self.plan.grid):
+            warn(
                 "the processes are not arranged as in the plan, so that it may be slower than predicted: pass "
                 f"mesh={self.plan.mesh}"
             )
 
-    def check_rows(self, rows: int) -> None:
+    def check_rows(self, world: World, rows: int) -> None:
         """Warn if microbatches are not as large as planned. `rows`: of the example, a replica's batch."""
-        if self.plan is None:
+        if self.plan is None or not world.is_first:
             return
         planned, actual = self.plan.choice.rows, -(-rows // self.plan.choice.microbatches)
         if actual != planned:
-            _warn(
+            warn(
                 f"the plan is for microbatches of {pluralize(planned, 'row')}, and the example's have {actual}: times "
                 "and memory will not be as planned; make a plan for this batch with `penstock plan --global-batch-size`"
             )
-
-
-def _warn(message: str, number: str = "RANK") -> None:
-    """Warn in the first process of a job, or by LOCAL_RANK of each host: all others would say the same."""
-    if os.environ.get(number, "0") == "0":
-        warn(message)

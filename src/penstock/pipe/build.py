@@ -227,7 +227,7 @@ def pipeline(
     first_step = load_provider("verification").first_step(model, loss_fn, mesh) if verify_first else None
     pipe = build(model, example, world, order, options, plan=applied_plan.plan)
     pipe.session.first_step = first_step
-    applied_plan.check_rows(pipe.session.rows)
+    applied_plan.check_rows(world, pipe.session.rows)
     for note in (*options.cutting.ambiguous, *options.loss_notes, *pipe.session.model_parts.loss_notes):
         warn(note)
     return pipe
