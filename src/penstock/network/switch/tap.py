@@ -47,6 +47,6 @@ def open_counters(namespace: Path) -> int:
 
 
 def count_unread(counters: int, name: str) -> int:
-    """Return how many frames a device has dropped because they were not read in time."""
-    values = os.pread(counters, 1 << 16, 0).decode().partition(f"{name}:")[2]
-    return int(values.split()[_DROPPED_OUT])
+    """Return how many frames a device has dropped because they were not read in time; 0 if there is no such device."""
+    values = os.pread(counters, 1 << 16, 0).decode().partition(f"{name}:")[2].split()
+    return int(values[_DROPPED_OUT]) if values else 0
