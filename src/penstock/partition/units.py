@@ -93,9 +93,8 @@ class Opening:
             raise Lesson(keep_whole=name)
         if name := self.cut_inside(scope):
             raise PartitionError(
-                f"cuts: one lies inside {name!r}, which draws random numbers in its own forward at {source_line}: "
-                f"opened, it would draw others than as a whole. Cut at {name!r} instead, or pass "
-                f"split_inside=[{name!r}] for any number of stages"
+                f"it draws random numbers in its own forward at {source_line}: opened, it would draw others than as a "
+                f"whole. Pass split_inside=[{name!r}] for any number of stages"
             )
 
 

@@ -131,6 +131,7 @@ class FullBatch:
             *([f"random numbers ({list_names(drawing)}) are drawn for each microbatch"] if drawing else []),
         ] or ["something in the model that acts in training alone, and looks at several rows"]
         reach = Reach(model)
+        del full, parts  # and their gradients
         try:
             with evaluating(session.model_parts, self.loss):
                 full, parts = self._run([self.batch], trains=is_close), self._run(self.pieces, trains=is_close)
