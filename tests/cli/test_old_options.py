@@ -32,7 +32,7 @@ def test_every_former_name_is_one_of_some_command() -> None:
 @pytest.mark.parametrize(("verb", "old", "new"), CASES)
 def test_an_option_has_its_former_name(verb: str, old: str, new: str) -> None:
     (option,) = (one for one in command(verb).params if f"--{new}" in (*one.opts, *one.secondary_opts))
-    value = [] if option.is_flag else [{"gradient-dtype": "float32"}.get(old, "1")]
+    value = [] if option.is_flag else [{"gradient-dtype": "float32", "op": "max"}.get(old, "1")]
     of_new, of_old, default = (
         command(verb).make_context(verb, args, resilient_parsing=True).params[option.name]
         for args in ([f"--{new}", *value], [f"--{old}", *value], [])
