@@ -32,9 +32,9 @@ class Price:
         fixed_seconds: what does not shrink of an action that is cut in pieces, unless its op takes less at times.
     """
 
-    forward: float | Floats = 1.0
-    input_gradient: float | Floats = 0.5
-    weight_gradient: float | Floats = 0.5
+    forward: float | tuple[float, ...] = 1.0
+    input_gradient: float | tuple[float, ...] = 0.5
+    weight_gradient: float | tuple[float, ...] = 0.5
     split_seconds: float = 0.0
     fixed_seconds: float = 0.0
 
