@@ -92,7 +92,12 @@ def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price,
             seconds = seconds / np.repeat(slow, factor, axis=2)[..., None]
             by_rank = np.stack([slow[:, :, list(stages)].mean(axis=2) for stages in current.placement.by_rank], axis=2)
             seconds = seconds * by_rank[:, :, list(schedule.placement.rank_of)][..., None]
-        host = np.repeat(replay.host, factor, axis=1)
+        host = replay.host.copy()  # a part of a backward takes as much of it; a weight gradient is not sent
+        if splits and not was_split:
+            host[_I], host[_W] = host[_B], replay.with_links(0.0).host[_B]
+        elif was_split and not splits:
+            host[_B] = host[_I]
+        host = np.repeat(host, factor, axis=1)
         schedules = (schedule,) * len(replay.schedules)
         return replace(replay, schedules=schedules, seconds=_fit_ops(schedule, seconds, price), host=host)
 
