@@ -98,6 +98,14 @@ def test_another_schedule_removes_no_host_overhead(name: str) -> None:
     assert change.gain <= (trial.replay.step_seconds - busy) / trial.step.seconds + 1e-9
 
 
+def test_a_profile_whose_times_are_off_is_not_asked_for_again() -> None:
+    trial = trial_of(timeline(twice, lambda s, k: 2 * twice(s, k), ranks=4, microbatches=4), predicted=profile())
+    note = change_schedule(trial.replay, "zb-h1", trial.factors.rank, trial.price).note
+    assert "the profile is not used, since its times are off by a factor of 2.00" in note
+    assert "pass a --profile" not in note
+    assert "pass a --profile" in change_schedule(trial.replay, "zb-h1", trial.factors.rank).note
+
+
 stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
 
 
