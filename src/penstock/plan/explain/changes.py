@@ -112,8 +112,7 @@ class WhatIfContext:
 
     @property
     def price(self) -> tuple[Price, ...] | str:
-        """The cost of splitting a backward, by a profile whose stages take what they took in the run; or why it is not
-        known."""
+        """What splitting a backward costs, by a profile whose stages take what they did; or why it is not known."""
         if self.predicted is None or self.predicted.price is None:
             return NO_PRICE
         took, expected = self.totals[: len(self.predicted.stage_seconds)].sum(), sum(self.predicted.stage_seconds)
