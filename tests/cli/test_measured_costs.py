@@ -158,6 +158,7 @@ def test_plan_simulate_and_explain_have_one_price_list(name: str) -> None:
     assert explained["predicted_seconds"] == pytest.approx(took["makespan"], rel=1e-6)
     predicted = [stage["predicted_seconds"] for stage in explained["stages"]]
     assert predicted == pytest.approx(plan["stage_seconds"], rel=1e-9)
+    assert output("report", "run.json", *known, "--out", "run.html").startswith("wrote")
 
 
 def test_show_and_search_take_it_too() -> None:

@@ -84,6 +84,28 @@ def test_each_assumption_widens_an_interval(ends: list[Any], data: st.DataObject
     assert trial.evaluate(Change("cut", "x", cases, measured=False), error).gain == pytest.approx(at_most(cases))
 
 
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_another_schedule_removes_no_host_overhead(name: str) -> None:
+    """Both parts of a backward take what the host does after a whole one: no more is saved than ranks wait besides."""
+    trial = trial_of(timeline(even, twice, ranks=2, microbatches=4))
+    host = np.zeros_like(trial.replay.host)
+    host[COMPUTE.index(Op.B)] = 1.0
+    trial = replace(trial, replay=replace(trial.replay, host=host))
+    (replay, *_) = change_schedule(trial.replay, name, trial.factors.rank).cases
+    assert (replay.host[[COMPUTE.index(Op.I)]] == 1.0).all()
+    busy = trial.replay.busiest_seconds + 4 - 1  # the host of all backwards but the last
+    change = trial.evaluate(change_schedule(trial.replay, name, trial.factors.rank), 0.0)
+    assert change.gain <= (trial.replay.step_seconds - busy) / trial.step.seconds + 1e-9
+
+
+def test_a_profile_whose_times_are_off_is_not_asked_for_again() -> None:
+    trial = trial_of(timeline(twice, lambda s, k: 2 * twice(s, k), ranks=4, microbatches=4), predicted=profile())
+    note = change_schedule(trial.replay, "zb-h1", trial.factors.rank, trial.price).note
+    assert "the profile is not used, since its times are off by a factor of 2.00" in note
+    assert "pass a --profile" not in note
+    assert "pass a --profile" in change_schedule(trial.replay, "zb-h1", trial.factors.rank).note
+
+
 stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
 
 

@@ -15,7 +15,7 @@ from penstock.costs import OPTIMIZER_VALUES
 from penstock.plan.explain.factors import Factors, fit_factors
 from penstock.plan.explain.predicted import Prediction
 from penstock.plan.explain.replay import Change, Replay, build_replay
-from penstock.plan.explain.schedules import Price, change_schedule, double_microbatches, other_schedules
+from penstock.plan.explain.schedules import NO_PRICE, Price, change_schedule, double_microbatches, other_schedules
 from penstock.plan.explain.stragglers import slow_ranks
 from penstock.schedule.describe import WORDS, Kind
 from penstock.simulate.computations import COMPUTE, Floats
@@ -111,12 +111,15 @@ class WhatIfContext:
         return max(map(max, memory_after_actions(schedule, run.activation_bytes, static))) <= run.memory_limit
 
     @property
-    def price(self) -> tuple[Price, ...] | None:
-        """The cost of splitting a backward, by a profile whose stages take what they took in the run."""
-        if self.predicted is None:
-            return None
+    def price(self) -> tuple[Price, ...] | str:
+        """What splitting a backward costs, by a profile whose stages take what they did; or why it is not known."""
+        if self.predicted is None or self.predicted.price is None:
+            return NO_PRICE
         took, expected = self.totals[: len(self.predicted.stage_seconds)].sum(), sum(self.predicted.stage_seconds)
-        return self.predicted.price if abs(took - expected) < LARGE_ERROR * took else None
+        if abs(took - expected) < LARGE_ERROR * took:
+            return self.predicted.price
+        off = f" by a factor of {took / expected:.2f}" if expected else ""
+        return f"the profile is not used, since its times are off{off}"
 
     @property
     def totals(self) -> Floats:

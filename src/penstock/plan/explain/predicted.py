@@ -213,4 +213,4 @@ def _split_price(profile: Profile, starts: Sequence[int]) -> tuple[Price, ...] |
     spread /= [max(cost.forward_seconds + cost.backward_seconds, _TINY) for cost in unsplit]
     best = np.maximum(1 - spread / 2, 1 / np.maximum(inputs + weights, _TINY))  # both parts are no less than the whole
     bounds = (np.ones_like(spread), best, 1 + spread / 2)
-    return tuple(Price(np.maximum(times * factor, 1.0), inputs * factor, weights * factor) for factor in bounds)
+    return tuple(Price(tuple(np.maximum(times * f, 1.0)), tuple(inputs * f), tuple(weights * f)) for f in bounds)

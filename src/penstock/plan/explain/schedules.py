@@ -32,9 +32,9 @@ class Price:
         fixed_seconds: what does not shrink of an action that is cut in pieces, unless its op takes less at times.
     """
 
-    forward: float | Floats = 1.0
-    input_gradient: float | Floats = 0.5
-    weight_gradient: float | Floats = 0.5
+    forward: float | tuple[float, ...] = 1.0
+    input_gradient: float | tuple[float, ...] = 0.5
+    weight_gradient: float | tuple[float, ...] = 0.5
     split_seconds: float = 0.0
     fixed_seconds: float = 0.0
 
@@ -42,21 +42,19 @@ class Price:
 FREE, TYPICAL, EXPENSIVE = Price(), Price(1.05, 0.575, 0.575, 3e-4, 5e-4), Price(1.5, 0.75, 0.75, 0.0, np.inf)
 """If pieces cost nothing; as usual, and in small stages, by benchmarks/split_backward: the latter with all that the
 shortest action of an op takes as its fixed cost."""
-_JOIN_NOTE = "if splitting a backward costs up to half of the work; pass a --profile of this run to know"
-_SPLIT_NOTE = (
-    "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages; pass a --profile of this run to "
-    "know"
-)
+_JOIN_NOTE = "if splitting a backward costs up to half of the work"
+_SPLIT_NOTE = "if splitting a backward costs nothing; it costs 2 to 20%, more in small stages"
+NO_PRICE = "pass a --profile of this run to know"
 
 
-def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price, ...] | None = None) -> Change:
+def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price, ...] | str = NO_PRICE) -> Change:
     """Return the replay under another schedule: `zb-h1`, or with stages per rank `interleaved-1f1b/2`.
 
     Args:
         replay: with the schedule that was run.
         text: the schedule's name, and chunks if they are not its default.
         slow: how slow each rank is, by its stages, as in `Factors.rank`: stays with the rank where stages move.
-        price: of split backwards, and its bounds, if it was measured.
+        price: of split backwards, and its bounds; or why it is not known.
 
     Raises:
         ArgumentError: there is no such schedule, or not for these ranks and microbatches, or it has fewer stages.
@@ -78,8 +76,8 @@ def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price,
     notes = []
     if factor > 1:
         notes.append(f"{count} stages per rank, each 1/{factor} as large")
-    if splits != was_split and price is None:
-        notes.append(_SPLIT_NOTE if splits else _JOIN_NOTE)
+    if splits != was_split and isinstance(price, str):
+        notes.append(f"{_SPLIT_NOTE if splits else _JOIN_NOTE}; {price}")
     old_held, new_held = held_microbatches(current), held_microbatches(schedule)
     growth, rank = max((new / old, -rank) for rank, (old, new) in enumerate(zip(old_held, new_held, strict=True)))
     if growth > _ROUNDING:
@@ -92,16 +90,20 @@ def change_schedule(replay: Replay, text: str, slow: Floats, price: tuple[Price,
             seconds = seconds / np.repeat(slow, factor, axis=2)[..., None]
             by_rank = np.stack([slow[:, :, list(stages)].mean(axis=2) for stages in current.placement.by_rank], axis=2)
             seconds = seconds * by_rank[:, :, list(schedule.placement.rank_of)][..., None]
-        host = np.repeat(replay.host, factor, axis=1)
-        schedules = (schedule,) * len(replay.schedules)
-        return replace(replay, schedules=schedules, seconds=_fit_ops(schedule, seconds, price), host=host)
+        host = replay.host.copy()  # a part of a backward takes as much of it; a weight gradient is not sent
+        if splits and not was_split:
+            host[_I], host[_W] = host[_B], replay.with_links(0.0).host[_B]
+        elif was_split and not splits:
+            host[_B] = host[_I]
+        seconds, host = _fit_ops(schedule, seconds, price), np.repeat(host, factor, axis=1)
+        return replace(replay, schedules=(schedule,) * len(replay.schedules), seconds=seconds, host=host)
 
     prices: tuple[Price, ...] = (FREE,)
     if factor > 1 or splits != was_split:
-        prices = price if price is not None and factor == 1 else (TYPICAL, FREE, EXPENSIVE)
+        prices = price if not isinstance(price, str) and factor == 1 else (TYPICAL, FREE, EXPENSIVE)
     name = entry.name + (f"/{count}" if factor > 1 else "")
     text, cases = f"schedule {name} instead of {current.name}", tuple(map(apply, prices))
-    measured = factor == 1 and (was_split == splits or price is not None)
+    measured = factor == 1 and (was_split == splits or not isinstance(price, str))
     return Change("schedule", text, cases, "; ".join(notes), measured, name, max(*old_held, *new_held))
 
 
@@ -146,7 +148,7 @@ def _fit_ops(schedule: Schedule, seconds: Floats, price: Price) -> Floats:
     return np.where(used, result, np.nan)
 
 
-def other_schedules(replay: Replay, slow: Floats, price: tuple[Price, ...] | None = None) -> Iterator[Change]:
+def other_schedules(replay: Replay, slow: Floats, price: tuple[Price, ...] | str) -> Iterator[Change]:
     """Yield the replay under each schedule that leaves stages as they are. Arguments are those of `change_schedule`."""
     current = replay.schedules[0]
     if current.placement.pipelines > 1 or sum(map(len, current.rows)) * len(replay.schedules) > MAX_ACTIONS:

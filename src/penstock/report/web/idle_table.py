@@ -57,7 +57,8 @@ def explain_idle(explanation: Explanation) -> Idle:
     """Return why ranks are idle, as `penstock explain` does."""
     ranks = explanation.where.ranks
     causes = tuple({str(reason): value for reason, value in rank.idle_seconds.items()} for rank in ranks)
-    note = "Warm-up and drain are the schedule's own; unevenness adds what follows, as penstock explain counts it."
+    note = "Warm-up and drain are the schedule's own. The rest is how much longer each rank waits as that makes the "
+    note += "pipeline longer, not what it does itself: shares of communication and host overhead are alike."
     return Idle(tuple(rank.compute_seconds for rank in ranks), causes, note)
 
 
