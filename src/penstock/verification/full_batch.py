@@ -125,7 +125,8 @@ class FullBatch:
             return FullBatchCheck(*losses, "close")
         check = partial(FullBatchCheck, *losses, gradient=worst_gradient)
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
-        drawing = list(session.drawing_modules)
+        partitions = session.model_parts.partitions(training=True)
+        drawing = [n for n in session.drawing_modules if all(n not in part.may_draw for part in partitions)]
         causes = [
             *([f"batch norm ({list_names(norms)}) takes its statistics from the rows that it sees"] if norms else []),
             *([f"random numbers ({list_names(drawing)}) are drawn for each microbatch"] if drawing else []),
