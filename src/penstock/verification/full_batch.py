@@ -83,8 +83,8 @@ class _Results:
             return ""
         worst = min(far, key=lambda row: row.max_reference / row.max_difference)
         return (
-            f"the gradient of {worst.name!r} differs most, by {worst.max_difference:.3g} (largest entry "
-            f"{worst.max_reference:.3g})"
+            f"the gradient of {worst.name!r} differs most, by {worst.max_difference:.3g} (largest entry of the whole "
+            f"batch's: {worst.max_reference:.3g})"
         )
 
 
