@@ -175,7 +175,7 @@ class FullBatch:
             if self.reduction == "mean":
                 hint = hint or padding_advice(self.loss, targets, sizes, self.single.model, self.batch.kwargs)
             text = "the outputs agree, so that the loss is not a mean over rows, and gradients are those of the "
-            text += f"microbatches' losses{f'; {num_alike} of them agree' if num_alike and not hint else ''}: "
+            text += "microbatches' losses: " if hint else f"microbatches' losses ({num_alike} agree): "
             weighing = "it weights them (masked targets, weights of classes)"
             if hint:
                 return "warning", f"{text}{weighing}; {hint}"
