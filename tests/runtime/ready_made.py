@@ -51,6 +51,7 @@ class ReadyPartition:
     stages: tuple[ReadyStage, ...]
     draw_offsets: tuple[Mapping[str, int], ...]
     drawing_modules: ClassVar[Mapping[str, nn.Module]] = {}
+    may_draw: ClassVar[frozenset[str]] = frozenset()
     origins: ClassVar[Mapping[str, Any]] = {}
     elsewhere: ClassVar[Mapping[str, Tensor]] = {}
     overwritten: ClassVar[frozenset[str]] = frozenset()

@@ -163,7 +163,7 @@ def test_the_summary_says_where_a_value_is_finite_in_one_alone() -> None:
     row = compare("gradient", "x", (0,), torch.tensor([5.0, 1.0]), torch.tensor([math.inf, 1.0]), True, TIED)
     assert "one is NaN or infinite where the other is not" in report(row).summary()
     other_shape = compare("gradient", "x", (0,), torch.ones(2), torch.ones(3), True)
-    assert "by inf (largest entry inf)" in report(other_shape).summary()
+    assert "by inf (largest entry on one device inf)" in report(other_shape).summary()
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,8 @@ class _Verbs(Commands):
                 raise typer.Exit(1) from None
             if ctx.params["debug"] or os.environ.get("PENSTOCK_DEBUG") == "1":
                 raise
-            text = _describe(error) if isinstance(error, OSError) else str(error)
+            notes = [note.removeprefix("penstock: ") for note in getattr(error, "__notes__", ())]
+            text = "; ".join([_describe(error) if isinstance(error, OSError) else str(error), *notes])
             status = 1 if isinstance(error, VerificationError) else 2
             if isinstance(error, ArgumentError | PartitionError) and (
                 verb := self.get_command(ctx, ctx.invoked_subcommand or "")

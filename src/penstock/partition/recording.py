@@ -240,7 +240,8 @@ class Recording:
         blocks: names of the units that are repeated blocks.
         held: qualified name of a parameter or buffer -> the tensor; canonical names only.
         memory: the storage number of each parameter and buffer -> its canonical name.
-        drawing: qualified name -> module, for the modules in units that draw random numbers.
+        drawing: qualified name -> module, for the modules in units that draw random numbers, or may.
+        may_draw: the names of those that did not when they were recorded, on made-up inputs.
         entered: for each module that ran, the index of the first node of each of its calls.
         device: the device that the forward was recorded as if on.
         guards: what the forward read from its integer inputs' values; it holds for inputs that give the same readings.
@@ -266,6 +267,7 @@ class Recording:
     held: Mapping[str, Tensor]
     memory: Mapping[int, str]
     drawing: Mapping[str, nn.Module]
+    may_draw: frozenset[str]
     entered: Mapping[str, tuple[int, ...]]
     device: torch.device
     guards: tuple[Guard, ...]

@@ -318,7 +318,11 @@ def _stage_info(
         gradient_bytes=gradient_bytes([p for p in stage_parameters if p.requires_grad], dtype),
         buffers=stage.meta.buffers,
         mutated_buffers=stage.meta.updated,
-        random_modules=tuple(name for name, module in partition.drawing_modules.items() if id(module) in module_ids),
+        random_modules=tuple(
+            name
+            for name, module in partition.drawing_modules.items()
+            if id(module) in module_ids and name not in partition.may_draw
+        ),
         inputs=tuple(value.name for value in stage.meta.inputs if value.source == MODEL_INPUT),
         modules=module_names(stage),
         activation_bytes=None if footprint is None else footprint.kept,

@@ -93,8 +93,9 @@ class Difference:
     def text(self) -> str:
         """In words."""
         location = f"step {self.step}" + ("" if self.microbatch is None else f", microbatch {self.microbatch}")
-        size = f"by {self.max_difference:.3g} (largest entry {self.max_reference:.3g}){self.shape and '; '}{self.shape}"
-        return f"first difference: {location} on stage {self.stage}: {self.what} differs {size}"
+        size = f"by {self.max_difference:.3g} (largest entry on one device {self.max_reference:.3g})"
+        pattern = f"{self.shape and '; '}{self.shape}"
+        return f"first difference: {location} on stage {self.stage}: {self.what} differs {size}{pattern}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,11 @@ class FullBatchCheck:
             return f"the comparison with the whole batch is missing: {self.why}"
         if self.verdict == "close":
             return "the microbatches' loss and gradients are those of the whole batch"
-        whole = f"{self.whole:.6g}{self.gradient and '; '}{self.gradient}"
-        return f"the microbatches' loss is {self.microbatches:.6g}, that of the whole batch {whole}: {self.why}"
+        loss, whole, apart = f"{self.microbatches:.6g}", f"{self.whole:.6g}", abs(self.microbatches - self.whole)
+        text = f"the microbatches' loss is {loss}, that of the whole batch {whole}"
+        if loss == whole and math.isfinite(apart):
+            text = f"the microbatches' loss and that of the whole batch, {whole}, differ by {apart:.1g}"
+        return f"{text}{self.gradient and '; '}{self.gradient}: {self.why}"
 
 
 @accept_old_names(wrong="failures", check="raise_if_failed", whole_batch="full_batch")
@@ -223,7 +227,7 @@ class VerificationReport:
         text = f"{len(self.differing)} of {len(self.rows)} values differ; the first is {first.kind} {first.name}"
         text += f" on stage {', '.join(map(str, first.stages))}" if first.stages else ""
         step, remedy = f", in step {first.step}" if first.step else "", ""
-        amount = f"by {first.max_difference:.3g} (largest entry {first.max_reference:.3g})"
+        amount = f"by {first.max_difference:.3g} (largest entry on one device {first.max_reference:.3g})"
         if first.verdict in ("missing", "unexpected"):
             amount = f"{first.verdict} in the pipeline"
         elif math.isinf(first.max_difference) and math.isfinite(first.max_reference):

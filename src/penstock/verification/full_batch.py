@@ -70,8 +70,9 @@ class _Results:
         """Whether two losses differ by no more than rounding, over the largest microbatch's."""
         return abs(self.loss - whole.loss) <= whole.tolerance * max(self.largest, whole.largest)
 
-    def worst_gradient(self, whole: _Results) -> str:
-        """Name the gradient that differs most from the whole batch's, and by how much; empty if all are close.
+    def worst_gradient(self, whole: _Results) -> tuple[str, int]:
+        """Name the gradient that differs most from the whole batch's, and by how much, and count those that agree;
+        empty and 0 if all are close.
 
         Rounding is judged by the largest gradient, too: some are zero in theory, as that of an attention's key bias.
         A difference of less than 1e-5 may be rounding where code casts to float32 within, and changes no training.
@@ -80,12 +81,14 @@ class _Results:
         largest, tolerance = max((row.max_reference for row in rows), default=0.0), max(1e-5, whole.tolerance)
         far = [row for row in rows if row.max_difference > tolerance * (largest + 10 * row.max_reference)]
         if not far:
-            return ""
+            return "", 0
         worst = min(far, key=lambda row: row.max_reference / row.max_difference)
+        limit = min(tolerance, 0.01 * worst.max_difference / (worst.max_reference or 1.0))
+        sized = [row for row in rows if row.max_reference > tolerance * largest]
         return (
-            f"the gradient of {worst.name!r} differs most, by {worst.max_difference:.3g} (largest entry "
-            f"{worst.max_reference:.3g})"
-        )
+            f"the gradient of {worst.name!r} differs most, by {worst.max_difference:.3g} (largest entry of the whole "
+            f"batch's: {worst.max_reference:.3g})"
+        ), sum(row.max_difference <= limit * row.max_reference for row in sized)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -120,12 +123,13 @@ class FullBatch:
         losses = parts.loss, full.loss
         if not any(map(math.isfinite, losses)):
             return FullBatchCheck(*losses, "explained", "what is not finite cannot be compared")
-        is_close, worst_gradient = parts.is_close(full), parts.worst_gradient(full)
+        is_close, (worst_gradient, num_alike) = parts.is_close(full), parts.worst_gradient(full)
         if is_close and not worst_gradient:
             return FullBatchCheck(*losses, "close")
         check = partial(FullBatchCheck, *losses, gradient=worst_gradient)
         norms = [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
-        drawing = list(session.drawing_modules)
+        partitions = session.model_parts.partitions(training=True)
+        drawing = [n for n in session.drawing_modules if all(n not in part.may_draw for part in partitions)]
         causes = [
             *([f"batch norm ({list_names(norms)}) takes its statistics from the rows that it sees"] if norms else []),
             *([f"random numbers ({list_names(drawing)}) are drawn for each microbatch"] if drawing else []),
@@ -135,7 +139,7 @@ class FullBatch:
         try:
             with evaluating(session.model_parts, self.loss):
                 full, parts = self._run([self.batch], trains=is_close), self._run(self.pieces, trains=is_close)
-                if parts.is_close(full) and not parts.worst_gradient(full):
+                if parts.is_close(full) and not parts.worst_gradient(full)[0]:
                     return check("explained", "; ".join(causes))
                 if self._run([self.batch], stream=1).loss != full.loss:
                     excess = sum(self._run([piece]).loss for piece in self.pieces) - full.loss
@@ -145,13 +149,13 @@ class FullBatch:
                     reason = changed and f"the forward changes what it keeps from call to call: {list_names(changed)}"
                     random_reason = "the model draws random numbers, which cannot be switched off"
                     return check("explained", reason or random_reason)
-                return check(*self._find_cause(parts, full))  # type: ignore[arg-type]
+                return check(*self._find_cause(parts, full, num_alike))  # type: ignore[arg-type]
         except Exception as error:  # from the user's code: models may return something else in evaluation
             cause = f"the cause could not be found, since evaluation mode raises {type(error).__name__}: {error}"
             return check("warning", cause)
 
-    def _find_cause(self, parts: _Results, full: _Results) -> tuple[str, str]:
-        """Return the verdict of a model that is deterministic."""
+    def _find_cause(self, parts: _Results, full: _Results, num_alike: int) -> tuple[str, str]:
+        """Return the verdict of a model that is deterministic. `num_alike`: how many gradients agree in training."""
         rows_depend, losses = self._depends_on_other_rows(parts.outputs, full.outputs[0]), [math.nan]
         if not rows_depend and parts.is_close(full):
             return "warning", f"{_TERM}; gradients are those of the microbatches' losses"
@@ -171,11 +175,15 @@ class FullBatch:
             hint = reduction_advice(self.loss, self.reduction)
             if self.reduction == "mean":
                 hint = hint or padding_advice(self.loss, targets, sizes, self.single.model, self.batch.kwargs)
-            return "warning", (
-                "the outputs agree, so that the loss is not a mean over rows: it weights them (masked targets, weights "
-                "of classes), and gradients are those of the microbatches' losses; "
-                + (hint or f"pass reduction= what gives a microbatch's weight. Or {_TERM}. Or {pairing}: {_REMEDY}")
-            )
+            text = "the outputs agree, so that the loss is not a mean over rows, and gradients are those of the "
+            text += "microbatches' losses: " if hint else f"microbatches' losses ({num_alike} agree): "
+            weighing = "it weights them (masked targets, weights of classes)"
+            if hint:
+                return "warning", f"{text}{weighing}; {hint}"
+            if num_alike or self.loss is None:  # weights of rows would change all; labels were counted
+                return "warning", f"{text}perhaps {_TERM}. Or {weighing}. Or {pairing}: {_REMEDY}"
+            weighing += ": pass reduction= what gives a microbatch's weight"
+            return "warning", f"{text}perhaps {weighing}. Or {_TERM}. Or {pairing}: {_REMEDY}"
         if self.cutting.inputs.stated or self.cutting.split is not None:
             text = "rows of the batch depend on each other, as batch_dims= or split_fn= cuts it"
             return "warning", f"{text}: {_REMEDY}"

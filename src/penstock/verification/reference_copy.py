@@ -80,7 +80,8 @@ def _check_same_values(first: ModelAndLoss, second: ModelAndLoss) -> None:
     if name is not None:
         raise ArgumentError(
             f"model: the function gives another model when it is called again from the same seeds: {name!r} differs; "
-            "draw from the generators of torch, Python and numpy alone, and keep nothing from one call to the next"
+            "set all values (torch.empty leaves any), draw from the generators of torch, Python and numpy alone, and "
+            "keep nothing from one call to the next"
         )
 
 

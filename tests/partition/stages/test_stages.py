@@ -221,8 +221,10 @@ def test_a_block_that_runs_for_real_leaves_no_trace() -> None:
 
     model, x = nn.Sequential(Writes(), nn.Linear(3, 3)), torch.randn(2, 3)
     before, generator = copy.deepcopy(model), torch.get_rng_state()
-    (note,) = Partitioner(model, 2, streams=NoStreams())((x,)).notes
+    partition = Partitioner(model, 2, streams=NoStreams())((x,))
+    (note,) = partition.notes
     assert note.startswith("0 ran once for real, on made-up inputs")
+    assert set(partition.drawing_modules) == partition.may_draw == {"0"}, "it drew none, but may for other values"
     assert torch.equal(generator, torch.get_rng_state())
     assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
 

@@ -359,6 +359,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
         held={name: loan.originals[id(fake)] for name, fake in loan.fakes.items()},
         memory=dict(recorder.observer.held),
         drawing=dict(sorted(recorder.drawing.items())),
+        may_draw=frozenset(recorder.may_draw),
         entered=entered,
         device=recorder.entry.device,
         guards=tuple(replace(guard, is_unread_shape=n in free) for n, guard in enumerate(recorder.guards)),

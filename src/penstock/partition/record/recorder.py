@@ -96,6 +96,7 @@ class Recorder(Writer, TorchFunctionMode):
         self._sized_by_rows: dict[torch.Size, fx.Node] = {}  # number of rows -> the last of `sized` with that
         self.reads: set[int] = set()  # memory of buffers and constants whose values were read
         self.drawing: dict[str, nn.Module] = {}
+        self.may_draw: set[str] = set()  # those of `drawing` that did not when they were recorded
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
         self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
@@ -272,6 +273,7 @@ class Recorder(Writer, TorchFunctionMode):
                 self.observer.read(list(tensors_in((result, mutable.containers))))
             if self.chance.after_unit():
                 drew = [*drew, module]
+                self.may_draw.discard(unit.name)
             self._check_seeds(drew if seeded else (), f"{unit.name!r}")
             self.known_values.refuse_writes(writes)
             for inner in drew:
@@ -368,7 +370,9 @@ class Recorder(Writer, TorchFunctionMode):
             self.ran_for_real.add(unit.name)
             reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
             self._real_runs.setdefault(f"{type(error).__name__}: {reason}", []).append(unit.name)
-            return result, find_drawing_modules(unit.module, drew), writes
+            draws, others = find_drawing_modules(unit.module, drew)
+            self.may_draw |= {self.module_names[id(module)] for module in others} - self.drawing.keys()
+            return result, [*draws, *others], writes
 
     def _note_shapes_read(self, args: Any, kwargs: Any) -> None:
         if self.ran_for_real or self.sized:

@@ -101,20 +101,23 @@ def _install_real(unit: nn.Module, make_real: Callable[[Tensor], Tensor]) -> Non
             module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
-def find_drawing_modules(unit: nn.Module, drew: Sequence[nn.Module | None]) -> list[nn.Module | None]:
-    """Return the modules that drew, and those that might for other values: a mixture calls only some of its experts.
-
-    What a forward outside torch does for other values is unknown.
-    """
+def find_drawing_modules(unit: nn.Module, drew: Sequence[nn.Module | None]) -> tuple[list[nn.Module], list[nn.Module]]:
+    """Return the modules that draw when called (a mixture calls only some of its experts), and those that might: what
+    a forward outside torch does for other values is unknown."""
+    called = [unit if module is None else module for module in drew]
     kinds = {type(module) for module in drew if module is not None}
-    return list(dict.fromkeys([*drew, *(m for m in unit.modules() if type(m) in kinds or _may_draw(m))]))
+    draws = dict.fromkeys([*called, *(m for m in unit.modules() if type(m) in kinds or _draws(m))])
+    return [*draws], [m for m in unit.modules() if m not in draws and _is_foreign(m)]
 
 
-def _may_draw(module: nn.Module) -> bool:
-    if isinstance(module, torch.jit.ScriptModule):
-        return False  # its hooks would have to be compiled
+def _is_foreign(module: nn.Module) -> bool:
+    is_scripted = isinstance(module, torch.jit.ScriptModule)  # its hooks would have to be compiled
+    return not (is_scripted or type(module).__module__.startswith("torch.nn.")) and has_forward(module)
+
+
+def _draws(module: nn.Module) -> bool:
     if not type(module).__module__.startswith("torch.nn."):
-        return has_forward(module)
+        return False
     if isinstance(module, _DropoutNd):
         return module.training and module.p > 0
     return isinstance(module, nn.RReLU) or bool(getattr(module, "dropout", 0.0))

@@ -45,7 +45,8 @@ class Partition:
     Attributes:
         stages: the stages, in order. Stage 0 receives every input tensor that any stage uses; the last stage returns
             the tensors of the model's result.
-        drawing_modules: the modules inside blocks that draw random numbers, by qualified name.
+        drawing_modules: the modules inside blocks that draw random numbers, or may, by qualified name.
+        may_draw: the names of those that did not when they were recorded, on made-up inputs.
         draw_offsets: for each stage, how often each drawing module is called on the stages before it.
         cuts: the names of the modules at which stages 1.. begin.
         work: each stage's work, including its backward; see `count_work`.
@@ -64,6 +65,7 @@ class Partition:
 
     stages: tuple[Stage, ...]
     drawing_modules: Mapping[str, nn.Module]
+    may_draw: frozenset[str]
     draw_offsets: tuple[Mapping[str, int], ...]
     cuts: tuple[str, ...]
     work: tuple[int, ...]
@@ -139,6 +141,7 @@ def build_partition(split: CutRecording, streams: RandomSource, paths: Sequence[
     return Partition(
         stages=stages,
         drawing_modules=recording.drawing,
+        may_draw=recording.may_draw,
         draw_offsets=split.draw_offsets(),
         cuts=tuple(split.cuts),
         work=split.work(),

@@ -7,6 +7,7 @@ For floating-point tensors only shape, strides and dtype are.
 from __future__ import annotations
 
 import pickle
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,14 @@ class Outline:
         return Outline, (self.examples, self.device, self.sizes)
 
 
+_OTHER_ARGUMENTS = r"\(\) (takes|missing|got an unexpected keyword|got multiple values) "
+_CUTTING = (
+    ". Inputs are cut along their first dimension: state another one in batch_dims=, or None for what goes whole to "
+    "each microbatch. A tensor for the whole batch that is no input (a default argument, a buffer) is not cut: pass it "
+    "as an input. Cut what no dimension describes, such as a list of images, with a function: split_fn="
+)
+
+
 class SingleRowError(PartitionError):
     """A norm got a single row in training, which has no variance."""
 
@@ -103,12 +112,10 @@ def explaining_cut(outline: Outline) -> Iterator[None]:
         args, _ = outline.examples[0]
         if len(args) == 2 and isinstance(args[0], (tuple, list)) and isinstance(args[1], Mapping):
             error.add_note("penstock: if args is a pair of positional and keyword inputs, pass them as args and kwargs")
+        is_misnamed = isinstance(cause, TypeError) and re.search(_OTHER_ARGUMENTS, str(cause))  # however it is cut
         error.add_note(
             f"penstock: recorded for a batch of {pluralize(rows, 'row')} in {pieces}; the first got "
-            f"{outline.text or 'no tensor'}. Inputs are cut along their first dimension: state another one in "
-            "batch_dims=, or None for what goes whole to each microbatch. A tensor for the whole batch that is no "
-            "input (a default argument, a buffer) is not cut: pass it as an input. Cut what no dimension describes, "
-            "such as a list of images, with a function: split_fn="
+            f"{outline.text or 'no tensor'}{'' if is_misnamed else _CUTTING}"
         )
         if ONE_VALUE not in str(error) or min(sizes) > 1:
             raise
