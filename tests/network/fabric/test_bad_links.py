@@ -85,14 +85,16 @@ def test_a_link_is_far_changes_and_comes_back(tmp_path: Path) -> None:
 
 def test_trials_that_met_a_stall_are_marked(tmp_path: Path) -> None:
     link = "100mbit delay 5ms stall 400ms every 900ms"
-    asked = ["--sizes", "2600", "--trials", "150", "--warmup", "1", "--link", link]
+    # Four transfers per trial: hosts meet before each trial, too, and a stall that falls there hits none.
+    asked = ["--sizes", "2600,2700,2800,2900", "--trials", "50", "--warmup", "1", "--link", link]
     found = _found(tmp_path, *asked)
     rows = (tmp_path / "run" / "samples.csv").read_text().splitlines()[1:]
-    took: dict[int, int] = {}
+    times: dict[int, list[int]] = {}
     for trial, _, _, start, end in (map(int, row.split(",")) for row in rows):
-        took[trial] = max(took.get(trial, 0), end - start)
+        times.setdefault(trial, []).extend((start, end))
+    took = {trial: max(of_trial) - min(of_trial) for trial, of_trial in times.items()}
     met = found["stalled"]
-    assert 1 < len(met) < 20, "they take 10 ms and more, so that a few of them meet one"
+    assert 1 < len(met) < 25, "they take 60 ms and more, so that some of them meet one"
     slowest = sorted(took, key=took.__getitem__)[-2:]
     assert {*slowest} <= {*met}, "stalls are longer than what a busy machine adds"
     others = [took[trial] for trial in took if trial not in met]
