@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from penstock._base.errors import ArgumentError, check_flags, warn
