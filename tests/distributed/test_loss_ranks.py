@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -137,6 +138,27 @@ def parts_of_loss(rank: int, schedule: str, mesh: bool) -> tuple[list[dict[str, 
         return [{k: float(v) for k, v in result.parts.items()} for result in results], float(results[0].loss)
 
 
+def warnings_of_clipping(rank: int, by_torch: bool) -> list[str]:
+    x, y = data()
+    with penstock.pipeline(mlp(), (x,), loss_fn=F.cross_entropy, microbatches=2) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        scaler = penstock.GradScaler(pipe, init_scale=8.0)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                for _ in range(2):
+                    pipe.step(x, target=y, loss_scale=scaler.get_scale())
+                scaler.unscale_(optimizer)
+                if by_torch:
+                    nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+                else:
+                    pipe.clip_grad_norm_(0.5)
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad(set_to_none=False)
+    return [str(one.message) for one in caught]
+
+
 OWN = {"loss.temperature", "loss.centers.weight", "loss.seen"}
 
 
@@ -165,6 +187,12 @@ def test_in_several_processes_the_last_stages_rank_holds_them(ranks2: Ranks) -> 
 
 def test_replicas_average_their_gradients(ranks4: Ranks) -> None:
     same(ranks4.run(partial(train, mesh=True), Centers, {}), by_hand(), exactly=False)
+
+
+def test_clipping_by_the_norm_of_one_rank_is_warned_of(ranks2: Ranks) -> None:
+    assert ranks2.run(warnings_of_clipping, False) == [[], []]
+    for (text,) in ranks2.run(warnings_of_clipping, True):
+        assert "call pipe.clip_grad_norm_(max_norm) instead" in text
 
 
 def test_two_copies_of_the_last_stage_add_their_gradients(ranks2: Ranks) -> None:

@@ -1,5 +1,5 @@
 """What an optimizer of each rank gets: parameter groups by the unsplit model's names, and gradients clipped by one norm
-over all ranks.
+over all ranks, with a warning where something else may have clipped them.
 
 Groups are the same, in one order, on every rank. If they depended on what a rank holds, their number would differ,
 which neither a scheduler's list of rates nor a checkpoint allows; and an optimizer without any group raises.
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from penstock._base.errors import ArgumentError, check_flags
+from penstock._base.errors import ArgumentError, check_flags, warn
 from penstock.runtime.gradients.dtensors import gather_full, local
 
 OptionsOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
@@ -92,6 +93,34 @@ def clip(
     for grad in grads.values():
         local(grad).mul_(factor)  # a scalar on the CPU goes along with the call; a copy would wait for the device
     return total
+
+
+class LocalClippingCheck:
+    """Warn once if gradients change in place between a step and an optimizer's, as in a loop that calls
+    `torch.nn.utils.clip_grad_norm_` (nanoGPT's train.py, timm's): it takes the norm of one rank's stages.
+
+    Args:
+        parameters: gives this process's parameters by name.
+    """
+
+    def __init__(self, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
+        self._parameters = parameters
+        self._versions: dict[nn.Parameter, int] = {}
+        self.close = register_optimizer_step_pre_hook(self._check).remove
+
+    def accept(self) -> None:
+        """Take the gradients as they are: Penstock has just written them."""
+        self._versions = {p: p.grad._version for _, p in self._parameters() if p.grad is not None}
+
+    def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        if any(self._versions.pop(p, p.grad._version) != p.grad._version for p in updated):
+            self.close()
+            warn(
+                "gradients were changed between pipe.step() and optimizer.step(): if torch.nn.utils.clip_grad_norm_ "
+                "did it, each rank clips by the norm of its own stages; call pipe.clip_grad_norm_(max_norm) instead. "
+                "Changes that look at one gradient alone are right"
+            )
 
 
 def _number(name: str, value: Any) -> float:

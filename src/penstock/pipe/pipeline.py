@@ -107,6 +107,7 @@ class Pipeline:
         )
         self.loss_scale = scale
         self.session.step_count += 1
+        self.session.accept_gradients()
         if recorder is not None:
             recorder.end(number + 1, result, self.session.engine.allocated)
         return result if timeline or not timed else replace(result, timeline=None)
@@ -318,7 +319,9 @@ class Pipeline:
         self.session.require_synced_gradients("clip_grad_norm_")
         gradients = {name: p.grad for name, p in self.named_parameters() if p.grad is not None}
         order = [name for name, _ in self.session.model_parts.all_parameters()]
-        return clip(gradients, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
+        total = clip(gradients, order, self.all_gather_object, max_norm, norm_type, error_if_nonfinite)
+        self.session.accept_gradients()
+        return total
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the buffers of this process's stages, by their names in the unsplit model."""

@@ -77,6 +77,7 @@ class GradScaler(torch.amp.GradScaler):
                 "call pipe.step(..., loss_scale=scaler.get_scale())"
             )
         super().unscale_(optimizer)
+        self._pipe.session.accept_gradients()
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool

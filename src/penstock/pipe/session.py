@@ -15,6 +15,7 @@ from torch import nn
 from penstock._base import owner
 from penstock._base.errors import ArgumentError, PipelineClosedError
 from penstock.partition.names import unwrapped
+from penstock.pipe.optimizing import LocalClippingCheck
 from penstock.pipe.options import Options
 from penstock.pipe.run_recorder import Recorder
 from penstock.pipe.verified import compute_fingerprint
@@ -86,6 +87,8 @@ class Session:
             broadcast_loss=options.broadcast_loss,
         )
         self.schedule = self.steps.first.schedule
+        has_others = not engine.world.is_local and engine.world.ranks > 1
+        self._clipping_check = LocalClippingCheck(split.held_parameters) if has_others else None
 
     @property
     def device(self) -> torch.device:
@@ -149,6 +152,11 @@ class Session:
                 "step before this call outside no_sync()"
             )
 
+    def accept_gradients(self) -> None:
+        """Note that Penstock has just written the gradients; see `LocalClippingCheck`."""
+        if self._clipping_check is not None:
+            self._clipping_check.accept()
+
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def on_close(self, act: Callable[[], None]) -> None:
@@ -167,6 +175,8 @@ class Session:
         self._closed = True
         if self._norms is not None:
             self._norms.close()
+        if self._clipping_check is not None:
+            self._clipping_check.close()
         try:
             while self._close_callbacks and not self.engine.control.failed:
                 self._close_callbacks.pop()()

@@ -20,9 +20,9 @@ from penstock.costs.sizes import Sizes as Sizes
 if TYPE_CHECKING:
     from penstock.plan.cluster import Cluster as Cluster
     from penstock.plan.cluster import DevicePool as DevicePool
-    from penstock.plan.configs import FixedNumbers as FixedNumbers
-    from penstock.plan.configs import ParallelConfig as ParallelConfig
-    from penstock.plan.configs import enumerate_configs as enumerate_configs
+    from penstock.plan.parallel_configs import FixedNumbers as FixedNumbers
+    from penstock.plan.parallel_configs import ParallelConfig as ParallelConfig
+    from penstock.plan.parallel_configs import enumerate_configs as enumerate_configs
     from penstock.plan.plan import Plan as Plan
     from penstock.plan.plan import read_plan as read_plan
     from penstock.plan.planner import PlanResult as PlanResult
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from penstock.plan.planner import make_plans as make_plans
 
 _HOMES = {
-    "configs": "ParallelConfig FixedNumbers enumerate_configs",
+    "parallel_configs": "ParallelConfig FixedNumbers enumerate_configs",
     "cluster": "Cluster DevicePool",
     "plan": "Plan read_plan",
     "planner": "RejectedConfig PlanResult make_plans",

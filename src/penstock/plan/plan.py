@@ -12,7 +12,7 @@ from penstock._base.errors import ArgumentError, ScheduleError
 from penstock._base.files import STRICT, quoted, read_json, validate, write_json
 from penstock._base.formatting import list_names
 from penstock.costs import ModelFingerprint
-from penstock.plan.configs import ParallelConfig
+from penstock.plan.parallel_configs import ParallelConfig
 from penstock.schedule import Schedule
 
 VERSION = 2

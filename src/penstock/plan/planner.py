@@ -14,8 +14,8 @@ from penstock.costs import UnitCost, variation
 from penstock.costs.sizes import Sizes
 from penstock.costs.stage_costs import stage_cost
 from penstock.plan.cluster import Cluster
-from penstock.plan.configs import ANY, FixedNumbers, ParallelConfig, enumerate_configs
 from penstock.plan.layout import assign_pools
+from penstock.plan.parallel_configs import ANY, FixedNumbers, ParallelConfig, enumerate_configs
 from penstock.plan.plan import Plan
 from penstock.plan.predict import (
     Cut,

@@ -22,8 +22,8 @@ from penstock.plan.activation_policy import (
     transient_by_rank,
 )
 from penstock.plan.cluster import Cluster, DevicePool
-from penstock.plan.configs import ParallelConfig
 from penstock.plan.layout import Grid, Traffic, assign_devices, links_between, rings_cross_hosts
+from penstock.plan.parallel_configs import ParallelConfig
 from penstock.plan.plan import Plan
 from penstock.schedule import Op, Placement, Schedule, generate, in_flight_by_stage
 from penstock.schedule.timeline import Timeline

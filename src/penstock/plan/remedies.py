@@ -11,7 +11,7 @@ from penstock.costs import tied_bytes_overcount
 from penstock.costs.links import USUAL_LINK
 from penstock.costs.sizes import Sizes
 from penstock.plan.cluster import Cluster
-from penstock.plan.configs import FixedNumbers, ParallelConfig
+from penstock.plan.parallel_configs import FixedNumbers, ParallelConfig
 from penstock.plan.plan import Plan
 from penstock.plan.planner import enumerate_candidates
 
