@@ -8,7 +8,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -123,145 +123,116 @@ def experts(m: Any, x: Tensor) -> Tensor:
     return result
 
 
-ALL = 1.0
-MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Tensor], float | None]] = {
-    "one weight many times": (
-        lambda: Forward(lambda m, x: m.w(m.w(m.w(x).tanh()) * m.w(x)), w=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        ALL,
-    ),
-    "embedding and head tied": (
+def square(width: int = 33) -> nn.Linear:
+    return nn.Linear(33, width, bias=False)
+
+
+class Row(NamedTuple):
+    """A model, what makes one microbatch for it, and the share that waits; None: a part."""
+
+    build: Callable[[], nn.Module]
+    make: Callable[[], Tensor] = noise(7, 33)
+    share: float | None = 1.0
+
+
+MODELS: dict[str, Row] = {
+    "one weight many times": Row(lambda: Forward(lambda m, x: m.w(m.w(m.w(x).tanh()) * m.w(x)), w=square())),
+    "embedding and head tied": Row(
         lambda: Forward(lambda m, x: F.linear(F.linear(m.e(x), m.e.weight).softmax(-1) @ m.e.weight, m.e.weight),
                         e=nn.Embedding(19, 13)),
         tokens(19, 3, 5),
-        ALL,
     ),
-    "a tied one with another use": (
+    "a tied one with another use": Row(
         lambda: Forward(lambda m, x: F.linear(m.e(x), m.e.weight) + m.e.weight.square().sum(), e=nn.Embedding(19, 13)),
         tokens(19, 3, 5),
         0.0,
     ),
-    "parts of one weight": (
+    "parts of one weight": Row(
         lambda: Forward(lambda m, x: sum(F.linear(x, w) for w in m.qkv.chunk(3)), qkv=parameter(99, 33)),
         noise(2, 7, 33),
-        ALL,
     ),
-    "a transposed weight": (
+    "a transposed weight": Row(
         lambda: Forward(lambda m, x: x @ m.w.t() @ m.v.T @ m.u.transpose(0, 1)[:, :20],
                         w=parameter(31, 33), v=parameter(29, 31), u=parameter(27, 29)),
-        noise(7, 33),
-        ALL,
     ),
-    "a part and the whole": (
-        lambda: Forward(lambda m, x: F.linear(F.linear(x, m.w), m.w[:20]), w=parameter(33, 33)),
-        noise(7, 33),
-        0.0,
+    "a part and the whole": Row(
+        lambda: Forward(lambda m, x: F.linear(F.linear(x, m.w), m.w[:20]), w=parameter(33, 33)), share=0.0
     ),
-    "experts": (lambda: Forward(experts, w=parameter(4, 29, 33), v=parameter(4, 33, 29)), noise(11, 33), ALL),
-    "conv1d of transformers": (
+    "experts": Row(lambda: Forward(experts, w=parameter(4, 29, 33), v=parameter(4, 33, 29)), noise(11, 33)),
+    "conv1d of transformers": Row(
         lambda: Forward(lambda m, x: torch.addmm(m.b, x.view(-1, 33), m.w).view(2, 7, 31), w=parameter(33, 31),
                         b=parameter(31)),
         noise(2, 7, 33),
         33 * 31 / (33 * 31 + 31),
     ),
-    "what is updated in place": (
+    "what is updated in place": Row(
         lambda: nn.Sequential(nn.Linear(33, 31), nn.ReLU(inplace=True), nn.Linear(31, 31), nn.SELU(inplace=True)),
         noise(2, 7, 33, gives=False),
         None,
     ),
-    "convolutions": (
+    "convolutions": Row(
         lambda: Forward(lambda m, x: m.c(m.b(F.relu(m.a(x)))), a=nn.Conv2d(3, 5, 3, bias=False),
                         b=nn.BatchNorm2d(5), c=nn.ConvTranspose2d(5, 3, 2, stride=2)),
         noise(2, 3, 7, 7),
         None,
     ),
-    "a convolution with its bias": (
-        lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b), w=parameter(5, 3, 2), b=parameter(5)),
-        noise(2, 3, 9),
-        ALL,
+    "a convolution with its bias": Row(
+        lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b), w=parameter(5, 3, 2), b=parameter(5)), noise(2, 3, 9)
     ),
-    "a bias used twice": (
+    "a bias used twice": Row(
         lambda: Forward(lambda m, x: F.conv1d(x, m.w, m.b) + m.b[:, None], w=parameter(5, 3, 2), b=parameter(5)),
         noise(2, 3, 9),
         0.0,
     ),
-    "a use that cannot be seen": (
+    "a use that cannot be seen": Row(
         lambda: Forward(lambda m, x: OwnProduct.apply(m.v(F.linear(x, m.w)), m.w),  # type: ignore[no-untyped-call]
-                        w=parameter(33, 33), v=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        0.5,
+                        w=parameter(33, 33), v=square()),
+        share=0.5,
     ),
-    "attention": (lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), noise(3, 5, 8), None),
-    "lstm": (lambda: Forward(lambda m, x: m.a(m.l(x)[0]), l=nn.LSTM(7, 9), a=nn.Linear(9, 9, bias=False)),
-             noise(5, 3, 7), None),
-    "sparse gradients": (lambda: nn.Embedding(19, 13, sparse=True), tokens(19, 3, 5), 0.0),
-    "nothing that comes in takes a gradient": (
-        lambda: Forward(lambda m, x: m.b(m.a(x)), a=nn.Linear(33, 31, bias=False), b=nn.Linear(31, 29, bias=False)),
-        noise(2, 7, 33, gives=False),
-        ALL,
+    "attention": Row(lambda: nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), noise(3, 5, 8), None),
+    "lstm": Row(
+        lambda: Forward(lambda m, x: m.a(m.l(x)[0]), l=nn.LSTM(7, 9), a=nn.Linear(9, 9, bias=False)),
+        noise(5, 3, 7),
+        None,
     ),
-    "a weight that nothing uses": (
-        lambda: Forward(lambda m, x: m.a(x), a=nn.Linear(33, 31, bias=False), b=nn.Linear(33, 31, bias=False)),
-        noise(7, 33),
-        0.5,
+    "sparse gradients": Row(lambda: nn.Embedding(19, 13, sparse=True), tokens(19, 3, 5), 0.0),
+    "nothing that comes in takes a gradient": Row(
+        lambda: Forward(lambda m, x: m.b(m.a(x)), a=square(), b=square()), noise(2, 7, 33, gives=False)
     ),
-    "a weight under no_grad": (
-        lambda: Forward(lambda m, x: m.a(x) + without_graph(m.a, x), a=nn.Linear(33, 31, bias=False)),
-        noise(7, 33),
-        ALL,
-    ),
-    "autocast": (
-        lambda: Forward(lambda m, x: autocast(m.b, m.a(x)), a=nn.Linear(33, 33, bias=False),
-                        b=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        ALL,
-    ),
-    "autocast, products by every name": (
+    "a weight that nothing uses": Row(lambda: Forward(lambda m, x: m.a(x), a=square(), b=square()), share=0.5),
+    "a weight under no_grad": Row(lambda: Forward(lambda m, x: m.a(x) + without_graph(m.a, x), a=square())),
+    "autocast": Row(lambda: Forward(lambda m, x: autocast(m.b, m.a(x)), a=square(), b=square())),
+    "autocast, products by every name": Row(
         lambda: Forward(lambda m, x: autocast(lambda y: torch.addmm(y[0], y @ m.a, m.b.t()).mm(m.c), x),
                         a=parameter(33, 33), b=parameter(33, 33), c=parameter(33, 5)),
-        noise(7, 33),
-        ALL,
     ),
-    "autocast, two uses that share a cast": (
-        lambda: Forward(lambda m, x: autocast(lambda y: m.a(m.a(y)), x), a=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        0.0,
+    "autocast, two uses that share a cast": Row(
+        lambda: Forward(lambda m, x: autocast(lambda y: m.a(m.a(y)), x), a=square()), share=0.0
     ),
-    "autocast, a use that is not seen shares the cast": (
+    "autocast, a use that is not seen shares the cast": Row(
         lambda: Forward(lambda m, x: autocast(lambda y: m.a(y) + torch.einsum("ij,kj->ik", y, m.a.weight), x),
-                        a=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        0.0,
+                        a=square()),
+        share=0.0,
     ),
-    "recomputation": (
-        lambda: Forward(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)), a=nn.Linear(33, 33, bias=False),
-                        b=nn.Linear(33, 33, bias=False)),
-        noise(7, 33),
-        0.5,
+    "recomputation": Row(
+        lambda: Forward(lambda m, x: m.b(checkpoint(m.a, x, use_reentrant=False)), a=square(), b=square()), share=0.5
     ),
-    "recomputation in a backward of its own": (
+    "recomputation in a backward of its own": Row(
         lambda: Forward(lambda m, x: m.b(checkpoint(m.a, m.b(x), use_reentrant=True)),
-                        a=nn.Sequential(nn.Linear(33, 33), nn.Linear(33, 33)), b=nn.Linear(33, 33)),
-        noise(7, 33),
-        0.0,
+                        a=nn.Sequential(square(), square()), b=square()),
+        share=0.0,
     ),
-    "a backward inside of the forward": (
-        lambda: Forward(lambda m, x: x - torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)[0],
-                        a=nn.Linear(33, 33)),
-        noise(7, 33),
-        0.0,
+    "a backward inside of the forward": Row(
+        lambda: Forward(lambda m, x: x - torch.autograd.grad(m.a(x).tanh().sum(), x, create_graph=True)[0], a=square()),
+        share=0.0,
     ),
-    "a gradient that is None": (
-        lambda: Forward(lambda m, x: Lose.apply(m.a(x)) + m.b(x),  # type: ignore[no-untyped-call]
-                        a=nn.Linear(33, 31, bias=False), b=nn.Linear(33, 31, bias=False)),
-        noise(7, 33),
-        ALL,
+    "a gradient that is None": Row(
+        lambda: Forward(lambda m, x: Lose.apply(m.a(x)) + m.b(x), a=square(), b=square()),  # type: ignore[no-untyped-call]
     ),
-    "an update in place of what takes no gradient but for its weight": (
+    "an update in place of what takes no gradient but for its weight": Row(
         lambda: Forward(lambda m, x: F.linear(m.e(x), m.w, m.b).relu_(), e=nn.Embedding(19, 13).requires_grad_(False),
                         w=parameter(9, 13), b=parameter(9).requires_grad_(False)),
         tokens(19, 3, 5),
-        ALL,
     ),
 }  # fmt: skip
 
