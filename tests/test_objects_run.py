@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from scaffolding.models import OneLayer
@@ -27,7 +28,7 @@ class Stream:
 
 class Block(OneLayer):
     def forward(self, given: Stream, losses: list[Tensor]) -> Stream:
-        x = self.layer(given.x).tanh()
+        x = F.dropout(self.layer(given.x), 0.2, self.training).tanh()
         given.keys.append(x * len(given.keys))
         given.seen += 1
         given.total = x * x if given.total is None else given.total * 0.5 + x

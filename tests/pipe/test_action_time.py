@@ -30,13 +30,15 @@ def test_a_profile_on_a_cpu_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert found.optimizer_byte_seconds == 2.0**-33  # two values of four bytes each
     found.save(tmp_path / "profile.json")
     assert read_profile(tmp_path / "profile.json") == found
+    given = json.loads((tmp_path / "profile.json").read_text())
+    with pytest.raises(ArgumentError, match="action_seconds=-1"):
+        penstock.Profile.from_dict({**given, "action_seconds": -1})
+    del given["action_seconds"]
+    assert penstock.Profile.from_dict(given).action_seconds is None
 
 
-def test_a_pipeline_with_nothing_to_do_runs() -> None:
+def test_a_pipeline_with_nothing_to_do_and_an_optimizers_step_are_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 <= profiling.action_seconds() < 1
-
-
-def test_an_optimizers_step_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
     assert 0 < profiling._update_seconds(2**10, cpu) < profiling._update_seconds(2**21, cpu) < 1
     monkeypatch.setattr(profiling, "_shortest", lambda step: (step(), 1.0)[1])  # nothing but its launch
@@ -48,12 +50,3 @@ def test_an_accelerators_caches_do_not_count(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(profiling, "_update_seconds", lambda values, _: timed.append(values) or 1.0 / values)
     assert profiling.optimizer_byte_seconds(torch.device("cuda")) == 0.0  # the longer step was the faster
     assert sorted(timed) == [2**24, 2**25]
-
-
-def test_files_without_it_are_read_and_odd_ones_refused() -> None:
-    given = penstock.Profile((penstock.costs.UnitCost("a", 1.0, 1.0, 1.0),), "cpu", "float32", {}).to_dict()
-    given = json.loads(json.dumps(given))
-    del given["action_seconds"]
-    assert penstock.Profile.from_dict(given).action_seconds is None
-    with pytest.raises(ArgumentError, match="action_seconds=-1"):
-        penstock.Profile.from_dict({**given, "action_seconds": -1})

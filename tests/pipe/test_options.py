@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import io
+import pickle
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +13,6 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
@@ -18,10 +20,11 @@ import penstock
 from penstock import ArgumentError, NonFiniteError, PartitionError, ShapeError, pipeline, verify
 from penstock.plan import ParallelConfig, Plan
 from penstock.runtime.features.feature import NOTHING, Context, Feature, StageContext
+from penstock.runtime.step.results import SharedLoss, StepResult
 from penstock.schedule import generate
 from penstock.simulate import LinkCost
-from scaffolding.models import GPT, OneLayer, SkipsTwice, squared_error, token_error
-from scaffolding.small import ONE_STAGE, WIDTH, batch, mlp, tokens
+from scaffolding.models import OneLayer, SkipsTwice, squared_error
+from scaffolding.small import WIDTH, batch, mlp
 
 # -- 17: options ------------------------------------------------------------------------------------------------------
 
@@ -122,21 +125,8 @@ def shows_materialize() -> None:
     assert seen == ["0", "1"]
 
 
-def shows_seed() -> None:
-    model = nn.Sequential(*mlp(2), nn.Dropout(0.5), nn.Linear(WIDTH, WIDTH))
-    losses = [step(model=model, seed=seed).loss for seed in (1, 2, 1)]
-    assert losses[0] == losses[2] != losses[1]
-
-
-def shows_offload() -> None:
-    assert any(
-        "offload: stages 0-1 on the CPU" in note for note in made(schedule="gpipe", microbatches=4, offload=True).notes
-    )
-
-
-def shows_deferred_batch_norm() -> None:
-    with made(deferred_batch_norm=True) as pipe:
-        assert any("deferred_batch_norm=True does nothing" in note for note in pipe.notes)
+def notes_have(words: str, **options: Any) -> None:
+    assert any(words in note for note in made(**options).notes)
 
 
 def shows_compiled() -> None:
@@ -197,14 +187,6 @@ def shows_check_finite() -> None:
     with pytest.raises(NonFiniteError, match="the loss is NaN"):
         step(check_finite=True, loss_fn=lambda output, _: output.sum() * float("nan"))
     refused(ArgumentError, "check_finite='no': expected True or False", check_finite="no")
-
-
-def shows_grad_dtype() -> None:
-    model = mlp().bfloat16()
-    with made(model=model, args=(X.bfloat16(),), grad_dtype=torch.float32) as pipe:
-        pipe.step(X.bfloat16(), target=Y.bfloat16())
-    assert {p.grad.dtype for p in model.parameters()} == {torch.float32}
-    refused(ArgumentError, "grad_dtype='float32': expected torch.float32", grad_dtype="float32")
 
 
 def shows_parallelize() -> None:
@@ -293,14 +275,14 @@ SHOWN: dict[str, Callable[[], None]] = {
     "devices": lambda: refused(ArgumentError, "devices has 1 entry; expected one for each of 2", devices=["cpu"]),
     "broadcast_loss": lambda: assert_equal(step(broadcast_loss=False).loss.shape, ()),  # seen on other ranks only
     "materialize": shows_materialize,
-    "seed": shows_seed,
+    "seed": lambda: assert_equal(made(seed=3).seed, 3),
     "recompute": lambda: refused(ArgumentError, "recompute='sometimes': expected 'never'", recompute="sometimes"),
-    "offload": shows_offload,
-    "deferred_batch_norm": shows_deferred_batch_norm,
+    "offload": lambda: notes_have("offload: stages 0-1", schedule="gpipe", microbatches=4, offload=True),
+    "deferred_batch_norm": lambda: notes_have("deferred_batch_norm=True does nothing", deferred_batch_norm=True),
     "compile": shows_compiled,
     "check_finite": shows_check_finite,
     "features": shows_features,
-    "grad_dtype": shows_grad_dtype,
+    "grad_dtype": lambda: refused(ArgumentError, "grad_dtype='float32': expected torch.f", grad_dtype="float32"),
     "parallelize": shows_parallelize,
     "unshard_window": shows_unshard_window,
     # How long it waits is seen over a network that is silent: tests/distributed/test_bad_network.py.
@@ -356,12 +338,9 @@ def test_an_option_of_a_peer_leads_to_the_right_name(option: dict[str, Any], ins
             verb(mlp(), (X,), **option)
 
 
-def test_what_a_peers_module_holds_leads_to_what_is_here() -> None:
+def test_methods_of_peers_lead_to_the_right_ones() -> None:
     with pytest.raises(AttributeError, match=r"no attribute 'PipelineModule'; call penstock.pipeline\("):
         _ = penstock.PipelineModule
-
-
-def test_methods_of_peers_lead_to_the_right_ones() -> None:
     with made() as pipe:
         for name, instead in {
             "train_batch": r"call step\(\*inputs, target=...\)",
@@ -384,31 +363,6 @@ def test_methods_of_peers_lead_to_the_right_ones() -> None:
         }.items():
             with pytest.raises(TypeError, match=f"{name}=; .*{instead}"):
                 pipe.step(X, **{name: Y})
-
-
-@pytest.mark.parametrize(
-    ("name", "instead"),
-    [
-        ("pipedream-flush", "'1f1b'"),
-        ("PipeDream", "'1f1b', which has no stale weights"),
-        ("OneForwardOneBackward", "'1f1b'"),
-        ("fill-drain", "'gpipe'"),
-        ("ScheduleZBVZeroBubble", "'zb-v'"),
-        ("ZB1P", "'zb-h1'"),
-    ],
-)
-def test_a_schedule_of_a_peer_leads_to_the_right_one(name: str, instead: str) -> None:
-    refused(ArgumentError, f"did you mean {instead}\\? expected one of", schedule=name)
-
-
-def test_values_of_peers_lead_to_the_right_ones() -> None:
-    refused(ArgumentError, "balance='uniform': pass 'layers'; expected one of", balance="uniform")
-    refused(ArgumentError, "recompute='full': pass 'always'; expected", recompute="full")
-    refused(ArgumentError, "recompute=True: pass 'always'; expected", recompute=True)
-    refused(ArgumentError, r"balance=\[2, 1, 3\]: pass cuts=\['2', '3'\]", balance=[2, 1, 3])
-    refused(ArgumentError, "Schedule; pass '1f1b'$", schedule=Schedule1F1B)
-    with made() as pipe, pytest.raises(TypeError, match="argument losses=; read result"):
-        pipe.step(X, target=Y, losses=[])
 
 
 def test_a_steps_misspelt_argument_is_not_taken_for_the_models() -> None:
@@ -498,23 +452,6 @@ def test_what_was_verifys_third_argument_is_refused() -> None:
         verify(mlp(), (X,), Y)  # type: ignore[arg-type]
 
 
-def test_arguments_of_another_kind_are_refused() -> None:
-    for wrong, text in ((3, "an int"), ({"x": X}, "a dict"), ("x", "a str")):
-        with pytest.raises(ArgumentError, match=rf"args is {text}; expected a tuple .* kwargs={{'x': x}}"):
-            pipeline(mlp(), wrong, loss_fn=squared_error)  # type: ignore[arg-type]
-    refused(ArgumentError, "broadcast_loss='no': expected True or False", broadcast_loss="no")
-    refused(ArgumentError, "deferred_batch_norm=1: expected True or False", deferred_batch_norm=1)
-    refused(ArgumentError, "materialize='zeros': expected a function", materialize="zeros")
-    refused(ArgumentError, "parallelize=True: expected a function", parallelize=True)
-    refused(ArgumentError, "seed='0': expected an integer", seed="0")
-    refused(ArgumentError, r"pass \(x,\)", args=X)
-    refused(ArgumentError, r"a class; pass an instance, Identity\(\.\.\.\)", model=nn.Identity)
-    refused(ArgumentError, "loss_fn='mse': expected a function", loss_fn="mse")
-    refused(ArgumentError, "cuts='1': expected a list", cuts="1")
-    refused(ArgumentError, "cuts=1: expected a list of names", cuts=1)
-    refused(ArgumentError, r"leaf_modules=\[1\]: expected a list of names", leaf_modules=[1])
-
-
 def test_a_tuple_and_a_dict_may_be_what_a_model_takes_by_position() -> None:
     class Picks(OneLayer):
         def forward(self, xs: tuple[Tensor, ...], places: dict[str, int]) -> Tensor:
@@ -531,119 +468,107 @@ def test_a_pair_of_args_and_kwargs_in_args_is_explained() -> None:
     assert any("a pair of positional and keyword inputs, pass them" in note for note in caught.value.__notes__)
 
 
-# -- random losses, and errors in the middle of a step ----------------------------------------------------------------
-
-
-def noisy_loss(output: Tensor, target: Tensor) -> Tensor:
-    return F.mse_loss(output + torch.randn_like(output), target)
-
-
-@pytest.mark.parametrize("dropout", [False, True])
-def test_a_loss_that_draws_has_a_stream_of_its_own(dropout: bool) -> None:
-    def losses(ranks: int, schedule: str) -> list[float]:
-        model, (x, y) = mlp(4), batch()
-        if dropout:
-            model.insert(1, nn.Dropout(0.5))
-        with pipeline(model, (x,), ranks=ranks, microbatches=3, schedule=schedule, loss_fn=noisy_loss, seed=1) as pipe:
-            return [float(loss) for _ in range(2) for loss in pipe.step(x, target=y).losses]
-
-    first = losses(1, "naive")
-    assert len(set(first)) == 6  # no two microbatches, and no two steps, are given the same noise
-    for ranks in (2, 4):
-        for schedule in ONE_STAGE:
-            assert losses(ranks, schedule) == first
-    x, y = batch()
-    assert verify(mlp(), (x,), target=y, loss_fn=noisy_loss, ranks=3, microbatches=3, exact=True).ok
-
-
 # -- bad input --------------------------------------------------------------------------------------------------------
 
 
+PEERS = {
+    "pipedream-flush": "'1f1b'",
+    "PipeDream": "'1f1b', which has no stale weights",
+    "OneForwardOneBackward": "'1f1b'",
+    "fill-drain": "'gpipe'",
+    "ScheduleZBVZeroBubble": "'zb-v'",
+    "ZB1P": "'zb-h1'",
+}
+OF_FIVE = generate("gpipe", 2, 5, 2)
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    *(({"schedule": name}, rf"did you mean {instead}\? expected one of") for name, instead in PEERS.items()),
+    ({"schedule": "1f1f"}, "1f1f.*did you mean '1f1b'.*gpipe"),
+    ({"schedule": 3}, "schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"),
+    ({"schedule": generate}, "schedule=<function generate.*pass what this returns"),
+    ({"schedule": Schedule1F1B}, "Schedule; pass '1f1b'$"),
+    ({"schedule": OF_FIVE, "microbatches": 4}, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out"),
+    (
+        {"schedule": OF_FIVE, "microbatches": None, "stages_per_rank": 3},
+        r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank=",
+    ),
+    ({"schedule": OF_FIVE, "microbatches": None, "ranks": 3}, "'gpipe'.*2 ranks.*3"),
+    ({"ranks": 7}, "at most 6 stages.*7 stages: one on each of 7 ranks"),
+    ({"ranks": 0}, "ranks=0.*an integer >= 1"),
+    ({"ranks": "2"}, "ranks='2'.*expected an integer"),
+    (
+        {"stages_per_rank": 8, "schedule": "gpipe"},
+        "at most 6 stages.*16 stages: 8 on each of 2 ranks; microbatches= sets the number of",
+    ),
+    (
+        {"stages_per_rank": 8},
+        "stages_per_rank=8: 1f1b works with exactly 1 stage per rank.*microbatches= sets the number of pieces",
+    ),
+    ({"stages_per_rank": 0}, "stages_per_rank=0.*an integer >= 1"),
+    ({"microbatches": 2.5}, "microbatches=2.5.*expected an integer"),
+    ({"microbatches": True}, "microbatches=True.*expected an integer"),
+    ({"cuts": ["9"]}, "cut.*'9'.*it begins with '0', '1'"),
+    ({"cuts": ["2", "4"]}, "cuts.*2 stages"),
+    ({"cuts": ["4", "2"], "ranks": 3}, "'2'.*'4'|'4'.*'2'"),
+    ({"cuts": "1"}, "cuts='1': expected a list"),
+    ({"cuts": 1}, "cuts=1: expected a list of names"),
+    ({"balance": "uniform"}, "balance='uniform': pass 'layers'; expected one of"),
+    ({"balance": [2, 1, 3]}, r"balance=\[2, 1, 3\]: pass cuts=\['2', '3'\]"),
+    ({"balance": lambda name: 1}, "balance=.*a function of a module's name and the module"),
+    ({"mesh": 2}, "mesh=2: expected a DeviceMesh.*init_device_mesh"),
+    ({"devices": "cup"}, "devices: there is no device 'cup'; expected.*'cuda:0'"),
+    ({"devices": 1}, "devices=1: expected.*a list with one for each rank"),
+    ({"args": 3}, r"args is an int; expected a tuple .* kwargs={'x': x}"),
+    ({"args": {"x": X}}, r"args is a dict; expected a tuple .* kwargs={'x': x}"),
+    ({"args": X}, r"pass \(x,\)"),
+    ({"model": nn.Identity}, r"a class; pass an instance, Identity\(\.\.\.\)"),
+    ({"loss_fn": "mse"}, "loss_fn='mse': expected a function"),
+    ({"loss_fn": nn.MSELoss(reduction="none")}, "MSELoss with reduction='none'.*expected a scalar"),
+    ({"leaf_modules": [1]}, r"leaf_modules=\[1\]: expected a list of names"),
+    ({"recompute": "full"}, "recompute='full': pass 'always'; expected"),
+    ({"recompute": True}, "recompute=True: pass 'always'; expected"),
+    ({"compile": {"backen": 1}}, "torch.compile has no argument 'backen', only backend"),
+    ({"broadcast_loss": "no"}, "broadcast_loss='no': expected True or False"),
+    ({"deferred_batch_norm": 1}, "deferred_batch_norm=1: expected True or False"),
+    ({"materialize": "zeros"}, "materialize='zeros': expected a function"),
+    ({"parallelize": True}, "parallelize=True: expected a function"),
+    ({"seed": "0"}, "seed='0': expected an integer"),
+]
+
+
+@pytest.mark.parametrize(("options", "words"), REFUSED)
+def test_what_is_refused_when_it_is_made(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((ArgumentError, PartitionError), match=f"(?s){words}"):
+        made(**options)
+
+
 @pytest.mark.parametrize(
-    ("options", "error", "words"),
+    ("options", "given", "words"),
     [
-        ({"schedule": "1f1f"}, ArgumentError, ["1f1f", "did you mean '1f1b'", "gpipe"]),
-        ({"ranks": 7}, PartitionError, ["at most 6 stages", "7 stages: one on each of 7 ranks"]),
         (
-            {"ranks": 2, "stages_per_rank": 8, "schedule": "gpipe"},
-            PartitionError,
-            ["at most 6 stages", "16 stages: 8 on each of 2 ranks; microbatches= sets the number of"],
+            {"loss_fn": lambda output, _: output},
+            {"target": Y},
+            r"returned a tensor of shape \[6, 9\]; expected a scalar",
         ),
-        ({"ranks": 2, "cuts": ["9"]}, PartitionError, ["cut", "'9'", "it begins with '0', '1'"]),
-        ({"ranks": 2, "cuts": ["2", "4"]}, ArgumentError, ["cuts", "2 stages"]),
-        ({"ranks": 3, "cuts": ["4", "2"]}, PartitionError, ["'4'", "'2'"]),
-        ({"microbatches": 0}, ArgumentError, ["microbatches=0", "an integer >= 1"]),
-        ({"microbatches": 2.5}, ArgumentError, ["microbatches=2.5", "expected an integer"]),
-        ({"ranks": 0}, ArgumentError, ["ranks=0", "an integer >= 1"]),
-        ({"ranks": "2"}, ArgumentError, ["ranks='2'", "expected an integer"]),
-        ({"microbatches": True}, ArgumentError, ["microbatches=True", "expected an integer"]),
-        ({"schedule": 3}, ArgumentError, ["schedule=3: expected a name, such as '1f1b', or a penstock.schedule.Sch"]),
-        ({"schedule": generate}, ArgumentError, ["schedule=<function generate", "pass what this returns"]),
-        ({"mesh": 2}, ArgumentError, ["mesh=2: expected a DeviceMesh", "init_device_mesh"]),
-        ({"stages_per_rank": 0}, ArgumentError, ["stages_per_rank=0", "an integer >= 1"]),
-        (
-            {"ranks": 2, "stages_per_rank": 8},
-            ArgumentError,
-            ["stages_per_rank=8: 1f1b works with exactly 1 stage per rank", "microbatches= sets the number of pieces"],
-        ),
-        ({"ranks": 3, "schedule": generate("gpipe", 2, 8)}, ArgumentError, ["'gpipe'", "2 ranks", "3"]),
-        ({"devices": "cup", "ranks": 2}, ArgumentError, ["devices: there is no device 'cup'; expected", "'cuda:0'"]),
-        ({"devices": 1, "ranks": 2}, ArgumentError, ["devices=1: expected", "a list with one for each rank"]),
-        ({"balance": lambda name: 1}, ArgumentError, ["balance=", "a function of a module's name and the module"]),
-        ({"compile": {"backen": 1}}, ArgumentError, ["torch.compile has no argument 'backen', only backend"]),
-        ({"loss": nn.MSELoss(reduction="none")}, ArgumentError, ["MSELoss with reduction='none'", "expected a scalar"]),
+        ({"loss_fn": lambda output, _: output.sum().item()}, {"target": Y}, "returned float; expected a scalar"),
+        ({"loss_fn": lambda output, _: None}, {"target": Y}, "returned None; expected a scalar"),
+        ({"loss_fn": None}, {"target": Y}, r"loss_fn=None, .*\(Tensor\) contains no scalar loss; pass loss_fn="),
+        ({}, {}, r"target=None, .*pass target="),
     ],
 )
-def test_bad_arguments(options: dict[str, Any], error: type[Exception], words: list[str]) -> None:
-    with pytest.raises(error) as caught:
-        pipeline(mlp(), (X,), **{"loss": squared_error, **options})
-    for word in words:
-        assert word in str(caught.value)
+def test_what_is_refused_in_a_step(options: dict[str, Any], given: dict[str, Any], words: str) -> None:
+    with made(**options) as pipe, pytest.raises(ArgumentError, match=words):
+        pipe.step(X, **given)
 
 
-def test_bad_numbers_beside_a_schedule_that_has_its_own() -> None:
-    schedule = generate("gpipe", 2, 5, 2)
-    refused(
-        ArgumentError, r"microbatches=4, .*'gpipe' is for 5; leave microbatches out", microbatches=4, schedule=schedule
-    )
-    own: dict[str, Any] = {"microbatches": None, "schedule": schedule}
-    words = r"stages_per_rank=3, .*'gpipe' has 4 stages on 2 ranks; omit stages_per_rank="
-    refused(ArgumentError, words, stages_per_rank=3, **own)
-    assert len(step(**own).losses) == 5
-
-
-@pytest.mark.parametrize(
-    ("loss", "given"),
-    [
-        (lambda output, _: output, r"a tensor of shape \[4, 9\]"),
-        (lambda output, _: output.sum().item(), "float"),
-        (lambda output, _: output.mean(1), r"a tensor of shape \[4\]"),
-        (lambda output, _: None, "None"),
-    ],
-)
-def test_bad_loss(loss: Any, given: str) -> None:
-    with made(microbatches=3, loss_fn=loss) as pipe:
-        with pytest.raises(ArgumentError, match=rf"loss.* returned {given}; expected a scalar"):
-            pipe.step(X, target=Y)
-
-
-def test_bad_no_loss_at_all() -> None:
-    with made(microbatches=3, loss_fn=None) as pipe:
-        with pytest.raises(ArgumentError, match=r"loss_fn=None, .*\(Tensor\) contains no scalar loss; pass loss_fn="):
-            pipe.step(X, target=Y)
+def test_what_a_result_does_not_have_is_said() -> None:
+    with made(loss_fn=None) as pipe:
         result = pipe.evaluate(X, outputs=True)
-        assert len(result.outputs) == 3
+        assert len(result.outputs) == 2
         with pytest.raises(ArgumentError, match=r"result.loss: there is no loss"):
             _ = result.loss
-
-
-def test_bad_target_missing() -> None:
-    with made(microbatches=3) as pipe:
-        with pytest.raises(ArgumentError, match=r"target=None, .*pass target="):
-            pipe.step(X)
-        assert pipe.step(X, target=Y).loss > 0
-        with pytest.raises(ArgumentError, match=r"result.outputs: not kept here; pass outputs=True"):
-            _ = pipe.step(X, target=Y).outputs
+    with made() as pipe, pytest.raises(ArgumentError, match=r"result.outputs: not kept here; pass outputs=True"):
+        _ = pipe.step(X, target=Y).outputs
 
 
 def test_printed_it_shows_its_stages() -> None:
@@ -692,10 +617,37 @@ def test_bad_inputs_of_a_step() -> None:
             pipeline(nn.Bilinear(WIDTH, WIDTH, 2), (X, X[:4]), loss_fn=squared_error)
 
 
-def test_close_leaves_no_hook_behind() -> None:
-    torch.manual_seed(0)
-    model, (ids, target) = GPT(dropout=0.1), tokens()
-    with pipeline(model, (ids,), ranks=2, microbatches=3, loss_fn=token_error) as pipe:
-        pipe.step(ids, target=target)
-        assert any(module._forward_pre_hooks for module in model.modules())
-    assert not any(module._forward_pre_hooks for module in model.modules())
+# -- results, and what cannot be copied --------------------------------------------------------------------------------
+
+
+def test_printing_shows_the_loss() -> None:
+    x, y = batch(5)
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
+        result = pipe.step(x, target=y)
+        assert repr(result) == f"StepResult(loss={float(result.loss):.6g}, sizes=(3, 2))"
+        assert repr(StepResult(sizes=(3, 2))) == "StepResult(loss=none here, sizes=(3, 2))"
+        with pytest.raises(TypeError, match=r"no tuple: read result\.loss"):
+            _loss, _outputs = result
+
+
+def test_printing_waits_for_nobody() -> None:
+    loss = SharedLoss([torch.tensor(1.5)])
+    loss.waits.append(lambda: pytest.fail("waited"))
+    assert repr(StepResult(_loss=loss)) == "StepResult(loss=under way, sizes=())"
+    loss.waits.clear()
+    assert repr(StepResult(_loss=loss)) == "StepResult(loss=1.5, sizes=())"
+
+
+WAYS: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": pickle.dumps,
+    "torch.save": lambda value: torch.save(value, io.BytesIO()),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_object_that_holds_a_pipeline_names_what_can_be_copied(way: str) -> None:
+    holder = nn.Module()
+    holder.pipe = penstock.pipeline(mlp(), batch()[:1], loss_fn=nn.functional.mse_loss, ranks=2, microbatches=2)
+    with holder.pipe, pytest.raises(penstock.ArgumentError, match=r"cannot be copied or pickled.*AveragedModel"):
+        WAYS[way](holder)

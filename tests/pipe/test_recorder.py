@@ -38,6 +38,8 @@ def train(run: Any, steps: int = 6, *, first: int = 0, **options: Any) -> list[p
 
 
 def test_a_folder_says_what_happened(tmp_path: Path) -> None:
+    train(tmp_path / "gpt", steps=0)
+    assert not (tmp_path / "gpt").exists(), "without a step there is no folder"
     results = train(tmp_path / "gpt")
     assert is_run(tmp_path / "gpt")
     run = read_run(tmp_path / "gpt")
@@ -57,11 +59,6 @@ def test_a_folder_says_what_happened(tmp_path: Path) -> None:
     assert (state.pid, state.ranks, state.step, state.ended, state.failure) == (os.getpid(), (0, 1), 6, True, None)
     assert state.rss_bytes
     assert not [file for file in (tmp_path / "gpt").rglob("*") if ".new" in file.name]
-
-
-def test_a_pipeline_without_a_step_leaves_no_folder(tmp_path: Path) -> None:
-    train(tmp_path / "gpt", steps=0)
-    assert not (tmp_path / "gpt").exists()
 
 
 def test_a_relative_folder_is_that_of_when_the_pipeline_was_made(
@@ -100,19 +97,15 @@ def test_a_resumed_run_goes_on_in_its_folder(tmp_path: Path) -> None:
     assert not (tmp_path / "earlier").exists()
 
 
-def test_another_layout_sets_the_timelines_aside(tmp_path: Path) -> None:
+def test_another_layout_sets_the_timelines_aside_and_a_new_run_the_old_one(tmp_path: Path) -> None:
     train(tmp_path, steps=6)
     train(tmp_path, steps=1, first=6, microbatches=4)
     run = read_run(tmp_path)
     assert (run.traced_steps(), len(run.steps())) == ([], 7)
     assert [file.name for file in (tmp_path / "earlier" / "1" / "timelines").iterdir()] == ["5.json"]
-
-
-def test_a_new_run_sets_the_old_one_aside(tmp_path: Path) -> None:
-    train(tmp_path, steps=6)
-    train(tmp_path, steps=2)
+    train(tmp_path, steps=2)  # a new run sets the old one aside
     assert len(read_run(tmp_path).steps()) == 2
-    assert len(read_run(tmp_path / "earlier" / "1").steps()) == 6
+    assert len(read_run(tmp_path / "earlier" / "2").steps()) == 7
 
 
 def test_a_wrong_folder_is_refused_before_training(tmp_path: Path) -> None:
@@ -185,8 +178,6 @@ def test_nothing_is_lost_where_the_disk_was_full_or_grows_where_there_is_none(
 
 
 def test_a_pipeline_that_is_dropped_leaves_no_thread(tmp_path: Path) -> None:
-    import threading
-
     pipe = penstock.pipeline(mlp(), (X,), microbatches=2, loss_fn=squared_error, run_dir=tmp_path)
     pipe.step(X, target=Y)
     del pipe

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import inspect
 import math
 from pathlib import Path
@@ -14,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
-from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline, in_a_pipeline_of
+from distributed.precision_jobs import OVERFLOWS, STEPS, Trained, by_hand, in_a_pipeline_of
 from penstock import checkpoint
 from penstock._base.errors import ArgumentError
-from scaffolding.by_hand import assert_same_gradients
-from scaffolding.models import CASES
+from scaffolding.models import CASES, Case
 from scaffolding.proofs import proven
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import representatives
@@ -30,38 +28,12 @@ HALF = (torch.bfloat16, torch.float16)
 # -- autocast ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype", "ranks", "schedule"),
-    [("gpt", torch.bfloat16, 2, "zb-h1"), ("convnet", torch.float16, 2, "1f1b")],
-)
-def test_a_step_under_autocast_gives_the_bits_of_one_device(
-    name: str, dtype: torch.dtype, ranks: int, schedule: str
-) -> None:
-    case = CASES[name]()
-    with torch.autocast("cpu", dtype=dtype):
-        options = {"ranks": ranks, "microbatches": 2, "schedule": schedule, "exact": True}
-        proven(case.model, *case.args, case.target, case.loss, **options)
-
-
-def test_the_backward_is_split_under_autocast_as_it_is_without() -> None:
-    case, found = CASES["gpt"](), []
-    for on in (True, False):
-        options = {"schedule": "zb-h1", "ranks": 2, "microbatches": 2, "loss_fn": case.loss}
-        with penstock.pipeline(copy.deepcopy(case.model), case.args, **options) as pipe:
-            for _ in range(2):
-                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=on):
-                    pipe.step(*case.args, target=case.target)
-            found.append(pipe.deferred_weight_grad_fraction)
-    assert found[0] == found[1]
-    assert min(found[0].values()) > 0.8
-
-
 class Twice(nn.Module):
     """Uses a weight twice in an autocast of its own, whose casts are kept or not."""
 
     def __init__(self, keeps_casts: bool) -> None:
         super().__init__()
-        self.a, self.b, self.keeps_casts = nn.Linear(16, 16), nn.Linear(16, 4), keeps_casts
+        self.a, self.b, self.keeps_casts = nn.Linear(16, 16), nn.Linear(16, 16), keeps_casts
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=self.keeps_casts):
@@ -69,19 +41,12 @@ class Twice(nn.Module):
         return self.b(h.float())
 
 
-@pytest.mark.parametrize(("keeps_casts", "schedule"), [(True, "zb-h1"), (False, "gpipe")])
-def test_an_autocast_keeps_casts_as_the_forward_says(keeps_casts: bool, schedule: str) -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 16), torch.randn(8, 4)
-    proven(Twice(keeps_casts), x, y, ranks=2, microbatches=4, schedule=schedule)
-
-
 class PartlyFull(nn.Module):
     """Layers that are autocast, and some that are kept in float32."""
 
     def __init__(self, inside: bool) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
         self.inside = inside
 
     def forward(self, x: Tensor) -> Tensor:
@@ -92,22 +57,39 @@ class PartlyFull(nn.Module):
             return self.layers[3](x).float()
 
 
-@pytest.mark.parametrize(("inside", "ranks", "schedule"), [(False, 2, "1f1b"), (True, 4, "zb-h1")])
-def test_what_is_kept_out_of_autocast_has_gradients_in_full_precision(inside: bool, ranks: int, schedule: str) -> None:
-    x, y = batch(8, 64)
+class TwoInputs(nn.Module):
+    """Bilinear layers, which autocast leaves in float32, between linear ones in its lower precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.linear = nn.Bilinear(16, 16, 16), nn.Linear(16, 16)
+        self.between, self.last = nn.Bilinear(16, 16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.linear(self.first(x, x.tanh())).float()
+        made: Tensor = self.last(self.between(x, x.tanh()) + self.between(x, x))
+        return made.float()
+
+
+@pytest.mark.parametrize(
+    ("make", "around", "options"),
+    [
+        (CASES["gpt"], torch.bfloat16, {"schedule": "zb-h1", "microbatches": 2}),
+        (CASES["convnet"], torch.float16, {"microbatches": 2}),
+        (lambda: Twice(keeps_casts=True), None, {"schedule": "zb-h1"}),
+        (lambda: Twice(keeps_casts=False), None, {"schedule": "gpipe"}),
+        (lambda: PartlyFull(inside=False), torch.bfloat16, {}),
+        (lambda: PartlyFull(inside=True), None, {"schedule": "zb-h1", "ranks": 4}),
+        (TwoInputs, torch.bfloat16, {"schedule": "zb-h1", "balance": "flops"}),
+    ],
+)
+def test_a_step_under_autocast_gives_the_bits_of_one_device(make: Any, around: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    alone = PartlyFull(inside)
-    model = copy.deepcopy(alone)
-    for rows, target in zip(x.chunk(4), y.chunk(4), strict=True):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
-            loss = F.mse_loss(alone(rows.clone()), target.clone()) / 4
-        loss.backward()  # type: ignore[no-untyped-call]
-    with penstock.pipeline(model, (x,), ranks=ranks, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
-        for _ in range(2):  # from the second microbatch on, zb-h1 puts weight gradients off to W
-            model.zero_grad()
-            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=not inside):
-                pipe.step(x, target=y)
-    assert_same_gradients(model, alone)
+    made = make()
+    case = made if isinstance(made, Case) else Case(made, batch(8, 16)[:1], {}, batch(8, 16)[1], F.mse_loss)
+    given = {"ranks": 2, "microbatches": 4, "exact": True, **options}
+    with torch.autocast("cpu", dtype=around, enabled=around is not None):
+        proven(case.model, *case.args, case.target, case.loss, **given)
 
 
 def test_autocast_can_go_on_and_off_between_steps() -> None:
@@ -142,36 +124,16 @@ def assert_same_training(trained: list[Trained], expected: Trained) -> None:
         assert torch.equal(tensor, expected.weights[name]), name
 
 
-@pytest.mark.parametrize(
-    ("order", "clip"), representatives(2, [(1, "naive"), (2, "zb-h1"), (4, "1f1b")], [True, False]), ids=str
-)
-def test_scaled_training_is_that_of_torchs_scaler_on_one_device(order: tuple[int, str], clip: bool) -> None:
-    ranks, schedule = order
-    expected = by_hand(clip)
-    assert len(set(expected.scales)) > 2  # the scale went down and up
-    assert_same_training([in_a_pipeline(0, clip, ranks=ranks, schedule=schedule)], expected)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(("order", "clip"), representatives(2, [(2, "1f1b"), (4, "zb-h1")], [False, True]), ids=str)
-def test_one_rank_with_an_infinity_makes_all_ranks_skip(
+def test_scaled_training_is_that_of_torchs_scaler_on_one_device(
     order: tuple[int, str], clip: bool, request: pytest.FixtureRequest
 ) -> None:
     ranks, schedule = order
     pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
-    assert_same_training(pool.run(in_a_pipeline_of, {"clip": clip, "schedule": schedule}), by_hand(clip))
-
-
-def test_the_scale_multiplies_gradients_and_not_the_loss() -> None:
-    x, y = batch(8)
-    model = mlp()
-    with penstock.pipeline(model, (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
-        plain = pipe.step(x, target=y).loss
-        expected = [parameter.grad * 1024 for parameter in model.parameters() if parameter.grad is not None]
-        model.zero_grad()
-        assert torch.equal(pipe.step(x, target=y, loss_scale=1024.0).loss, plain)
-        for parameter, grad in zip(model.parameters(), expected, strict=True):
-            assert torch.equal(parameter.grad, grad)  # type: ignore[arg-type]
+    expected = by_hand(clip)
+    assert len(set(expected.scales)) > 2  # the scale went down and up
+    assert_same_training(pool.run(in_a_pipeline_of, {"clip": clip, "schedule": schedule}), expected)
 
 
 def test_a_scaler_goes_into_checkpoints(tmp_path: Path) -> None:
@@ -243,14 +205,14 @@ def test_what_a_scaler_refuses() -> None:
         scaler.step(optimizer)
         with pytest.raises(RuntimeError, match="already"):
             scaler.step(optimizer)
-
-
-@pytest.mark.parametrize("scale", [0.0, math.nan, "2"])
-def test_a_scale_is_a_positive_number(scale: Any) -> None:
-    x, y = batch(8)
-    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
-        with pytest.raises(ArgumentError, match=r"loss_scale=.*positive, finite number"):
-            pipe.step(x, target=y, loss_scale=scale)
+        for scale in (0.0, math.nan, "2"):
+            with pytest.raises(ArgumentError, match=r"loss_scale=.*positive, finite number"):
+                pipe.step(x, target=y, loss_scale=scale)  # type: ignore[arg-type]
+    with penstock.pipeline(mlp().half(), (x.half(),), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        scaler, optimizer = penstock.GradScaler(pipe, init_scale=8.0), torch.optim.SGD(pipe.parameters())
+        pipe.step(x.half(), target=y.half(), loss_scale=scaler.get_scale())
+        with pytest.raises(ArgumentError, match=r"float16.*torch\.autocast"):
+            scaler.unscale_(optimizer)
 
 
 # -- models in half precision -----------------------------------------------------------------------------------------
@@ -265,37 +227,6 @@ def test_half_models_through_every_schedule(name: str, dtype: torch.dtype) -> No
     report = proven(mlp(16).to(dtype), x.to(dtype), y.to(dtype), ranks=4, microbatches=8, schedule=name)
     copied = any(len(row.stages) > 1 for row in report.rows if row.kind == "gradient")
     assert copied or {row.verdict for row in report.rows} == {"equal"}  # what one stage holds has the same bits
-
-
-def test_gradients_in_float16_are_not_scaled() -> None:
-    x, y = batch(8)
-    with penstock.pipeline(mlp().half(), (x.half(),), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
-        scaler, optimizer = penstock.GradScaler(pipe, init_scale=8.0), torch.optim.SGD(pipe.parameters())
-        pipe.step(x.half(), target=y.half(), loss_scale=scaler.get_scale())
-        with pytest.raises(ArgumentError, match=r"float16.*torch\.autocast"):
-            scaler.unscale_(optimizer)
-
-
-class TwoInputs(nn.Module):
-    """Bilinear layers, which autocast leaves in float32, between linear ones in its lower precision."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.linear = nn.Bilinear(6, 6, 6), nn.Linear(6, 6)
-        self.between, self.last = nn.Bilinear(6, 6, 6), nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.linear(self.first(x, x.tanh())).float()
-        made: Tensor = self.last(self.between(x, x.tanh()) + self.between(x, x))
-        return made.float()
-
-
-def test_bilinear_layers_under_autocast_give_the_bits_of_one_device() -> None:
-    torch.manual_seed(0)
-    x, y = torch.randn(8, 6), torch.randn(8, 6)
-    options = {"ranks": 2, "microbatches": 4, "schedule": "zb-h1", "balance": "flops", "exact": True}
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        proven(TwoInputs, x, y, **options)
 
 
 def test_torchs_unscale_calls_the_method_that_the_scaler_overrides() -> None:

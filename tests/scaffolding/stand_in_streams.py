@@ -3,7 +3,8 @@
 A copy that does not block, to pinned memory or on a side stream, waits in its stream until the host waits for an event
 that was recorded after it, or the default stream does. Until then what it writes to holds garbage. If by then what it
 reads is gone, another tensor may have got the memory, so it copies garbage. A tensor of one stream's memory may be used
-on another only if it was told so (`record_stream`), and a side stream copies only what it has waited for.
+on another, or freed while that fills it, only if it was told so (`record_stream`), and a side stream copies only what
+it has waited for.
 
 The device does what it is given, unless it hangs: from then on no event that is recorded is ever complete, and whatever
 makes the host wait for the device waits. The host can go on to give it work.
@@ -184,9 +185,12 @@ def copies_later(target: Any, source: Any, non_blocking: bool = False) -> bool:
         raise RuntimeError("a side stream reads what the default stream may not have computed yet")
     into: Tensor = target if to_host else target.values
     read: Callable[[], Any] = weakref.ref(source) if to_host else lambda: source
+    filled, told = weakref.ref(target), set() if to_host else target.streams
     into.copy_(torch.full_like(into, GARBAGE))
 
     def copy() -> None:
+        if not to_host and filled() is None and stream.stream_id not in told:
+            raise RuntimeError("memory is freed that a side stream has still to fill")
         found = read()
         if found is not None:
             into.copy_(found if found.device.type == "cpu" else found.values)

@@ -9,9 +9,7 @@ import pytest
 import torch
 
 from penstock._base.errors import ArgumentError
-from penstock._base.pytree import flatten
-from penstock.runtime.batch.batch_dims import Microbatches
-from penstock.runtime.batch.cut import Cutting, Microbatch, cut_along_dims, cut_by_sizes, input_signature
+from penstock.runtime.batch.cut import Cutting, Microbatch, cut_along_dims, cut_by_sizes
 from penstock.runtime.batch.example import rotate
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
@@ -49,34 +47,6 @@ def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(nam
         assert batch.untyped_storage().data_ptr() not in addresses
         assert len(addresses) == 3
     assert torch.equal(batch, original)
-
-
-def test_kinds_differ_in_all_that_a_recording_depends_on_but_values() -> None:
-    x, halves = torch.zeros(4, 6), (torch.zeros(4, 2), torch.zeros(4, 6))
-    given = [
-        x,
-        torch.zeros(6, 4).t(),
-        torch.zeros(4, 7),
-        torch.zeros(4, 6, 1),
-        x.double(),
-        (x,),
-        {"x": x},
-        (x, 1),
-        (x, 1.0),
-        (x, True),
-        (x, 2),
-        (x, None),
-        (x, "1"),
-        Microbatches(halves),
-        Microbatches(halves[::-1]),
-        Microbatches([*halves, halves[0]]),
-    ]
-    kinds = [input_signature(flatten(one)) for one in given]
-    assert len(set(kinds)) == len(kinds)
-    assert input_signature(flatten(x + 1)) == kinds[0]
-    assert input_signature(flatten(torch.zeros(1, 6))) == input_signature(flatten(torch.zeros(6, 1).t())), (
-        "the stride of one says nothing"
-    )
 
 
 # -- what travels to other ranks of a batch of a new kind: its shape, and the values of integers alone -----------------

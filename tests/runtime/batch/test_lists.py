@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import Microbatches, ShapeError, pipeline, verify
+from penstock import ShapeError, pipeline, verify
 from penstock._base.pytree import leaf_tensors
 from scaffolding.models import squared_error
 from scaffolding.proofs import close
@@ -105,26 +105,6 @@ def test_a_list_of_features_is_cut_in_each() -> None:
     x, y, features = random(4, 5), random(4, 5), [random(4, 2) * n for n in (1, 2, 3, 4)]
     model = Weighed(lambda meta: list(sum(meta).sum(1)))
     close(verify(model, (x, features), target=y, loss_fn=squared_error, ranks=2, microbatches=2))
-
-
-def test_pieces_that_are_given_are_not_measured() -> None:
-    """Two inputs, of which the second has two rows for each of the first."""
-
-    class Pairs(Ends):
-        def forward(self, x: Tensor, pairs: Tensor) -> Tensor:
-            output: Tensor = self.last(self.first(x) + self.first(pairs).view(-1, 2, 5).sum(1))
-            return output
-
-    model, x, pairs, y = Pairs(), random(8, 5), random(16, 5), random(8, 5)
-    expected = squared_error(model(x, pairs), y).detach()
-    options: dict[str, Any] = {"loss_fn": squared_error, "ranks": 2, "microbatches": 4}
-    with pytest.raises(ShapeError, match=r"number of rows: .*\[8, 5\], .*\[16, 5\].*Microbatches\(x.split\(4\)\)"):
-        pipeline(model, (x, pairs), **options)
-    for args in ((Microbatches(x.chunk(4)), Microbatches(pairs.chunk(4))), (x, Microbatches(pairs.chunk(4)))):
-        with pipeline(model, args, **options) as pipe:
-            result = pipe.step(*args, target=y)
-        assert result.sizes == (2, 2, 2, 2)
-        torch.testing.assert_close(result.loss, expected)
 
 
 # -- what messages tell ----------------------------------------------------------------------------------------------

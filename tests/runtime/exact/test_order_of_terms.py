@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from penstock.pipe.optimizing import clip
 from penstock.schedule import from_csv
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
@@ -74,16 +73,3 @@ def test_the_order_would_show() -> None:
     for name, ascending in sums[0].items():
         for order, other in zip(ORDERS, sums, strict=True):  # the first two terms may change places
             assert torch.equal(ascending, other[name]) == (order[-1] == MICROBATCHES - 1), (name, order)
-
-
-def test_norms_are_added_in_the_models_order_whichever_rank_has_them() -> None:
-    gradients = {str(n): torch.randn(9, generator=torch.Generator().manual_seed(n)) for n in range(500)}
-
-    def norm(first: int, ranks: int) -> Tensor:
-        def gather(mine: dict[str, Tensor]) -> list[dict[str, Tensor]]:
-            return [{name: mine[name] for name in [*mine][rank::ranks]} for rank in range(ranks)]
-
-        some = {name: gradients[name] for name in [*gradients][first:]}
-        return clip(some, [*gradients], gather, max_norm=1e9, norm_type=2.0, error_if_nonfinite=False)
-
-    assert all(torch.equal(norm(first, 1), norm(first, 2)) for first in range(50))

@@ -55,32 +55,23 @@ def test_the_conformance_checks_find_sums_that_differ(monkeypatch: pytest.Monkey
 
 
 def test_a_process_alone_drives_all_ranks() -> None:
-    world = join(None, None, "cpu")
-    assert world == World(1)
-    assert world.is_local
+    assert join(None, None, "cpu") == World(1)
     assert join(4, None, "cpu") == World(4)
-    for ranks in (0, -3):
-        with pytest.raises(ArgumentError, match=f"ranks={ranks}: expected an integer >= 1"):
-            join(ranks, None, "cpu")
+    assert World(4).is_local
 
 
-def test_devices() -> None:
+def test_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(2)
     assert resolve_device(None, world, 1, CPU) == CPU
     assert resolve_device("cpu", world, 1, torch.device("meta")) == CPU
     assert resolve_device(["cpu", "meta"], world, 1, CPU) == torch.device("meta")
     with pytest.raises(ArgumentError, match="devices has 3 entries; expected one for each of 2 ranks"):
         resolve_device(["cpu"] * 3, world, 0, CPU)
-    if not torch.cuda.is_available():
-        assert resolve_device(None, world, 1, torch.device("meta")) == CPU
-        with pytest.raises(ArgumentError, match="CUDA is not available here"):
-            resolve_device(torch.device("cuda", 3), world, 1, CPU)
-
-
-def test_devices_of_a_machine_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ArgumentError, match="CUDA is not available here"):
+        resolve_device(torch.device("cuda", 3), world, 1, CPU)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    world = World(2)
     assert resolve_device(torch.device("cuda", 3), world, 1, CPU) == torch.device("cuda", 3)
     assert resolve_device("cuda", world, 1, CPU) == torch.device("cuda", 1)
     assert resolve_device(None, world, 1, torch.device("cuda", 2)) == torch.device("cuda", 2)
@@ -199,10 +190,9 @@ CLEARS = pytest.mark.filterwarnings("ignore:.*Profiler clears events")  # torch 
 
 
 @CLEARS
-@pytest.mark.parametrize(("schedule", "ranks"), [("1f1b", 4), ("zb-h1", 2)])
-def test_a_profile_names_each_action_once(schedule: str, ranks: int) -> None:
+def test_a_profile_names_each_action_once() -> None:
     x, y = batch(8)
-    with penstock.pipeline(mlp(), (x,), ranks=ranks, microbatches=4, loss=F.mse_loss, schedule=schedule) as pipe:
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss, schedule="zb-h1") as pipe:
         pipe.step(x, target=y)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             pipe.step(x, target=y)
@@ -215,26 +205,16 @@ def test_a_profile_names_each_action_once(schedule: str, ranks: int) -> None:
     assert all(event.cpu_parent.name.startswith("penstock ") for event in inner)
 
 
-def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(name: str) -> None:
-        raise AssertionError(name)
-
-    monkeypatch.setattr(profiler, "record_function", never)
-    x, y = batch(8)
-    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
-        pipe.step(x, target=y)
-
-
 @CLEARS
-def test_torch_still_says_whether_it_profiles() -> None:
-    assert not executor.is_profiling()
+def test_without_a_profiler_there_are_no_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch says whether it profiles; where it does not, every step has ranges."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert executor.is_profiling()
     with profiler.emit_nvtx(enabled=False):
         assert not executor.is_profiling()
-    assert hasattr(profiler, "_is_profiler_enabled")  # else every step pays for ranges
-
-
-def test_where_torch_does_not_say_every_step_has_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = batch(8)
+    monkeypatch.setattr(profiler, "record_function", pytest.fail)
+    with penstock.pipeline(mlp(), (x,), ranks=2, microbatches=4, loss=F.mse_loss) as pipe:
+        pipe.step(x, target=y)
     monkeypatch.delattr(profiler, "_is_profiler_enabled")
     assert executor.is_profiling()

@@ -59,16 +59,6 @@ def test_the_statistics_are_those_of_the_whole_batch(momentum: float | None) -> 
     assert not torch.allclose(plain["1.running_var"], expected["1.running_var"], rtol=1e-3)
 
 
-def assert_as_one_forward(model: nn.Module, x: Tensor, y: Tensor, **options: Any) -> dict[str, Tensor]:
-    """One step leaves the buffers that one forward of the whole batch leaves."""
-    whole = copy.deepcopy(model)
-    whole(x)
-    _, found = train(model, x, y, steps=1, **options)
-    for name, expected in whole.named_buffers():
-        torch.testing.assert_close(found[name], expected)
-    return found
-
-
 class Own(nn.BatchNorm1d):
     """A class of somebody's own, with an activation behind it."""
 
@@ -76,18 +66,39 @@ class Own(nn.BatchNorm1d):
         return F.relu(super().forward(input))
 
 
+class Twice(nn.Module):
+    """Uses its norm by position and by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(x)
+        return self.norm(x) + self.norm(input=x * 2)
+
+
 @pytest.mark.parametrize(
-    ("layers", "shapes"),
+    ("layers", "shapes", "recompute"),
     [
-        (lambda: (nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3)), [(ROWS, 2, 6, 6), (ROWS, 2, 2, 2)]),
-        (lambda: (nn.Linear(WIDTH, WIDTH), Own(WIDTH), nn.Linear(WIDTH, WIDTH)), [(ROWS, WIDTH)] * 2),
+        (lambda: (nn.Conv2d(2, 5, 3), nn.BatchNorm2d(5), nn.Conv2d(5, 2, 3)), [(ROWS, 2, 6, 6), (ROWS, 2, 2, 2)], 1),
+        (lambda: (nn.Linear(WIDTH, WIDTH), Own(WIDTH), nn.Linear(WIDTH, WIDTH)), [(ROWS, WIDTH)] * 2, "never"),
+        (lambda: (Twice(), nn.Linear(WIDTH, WIDTH)), [(ROWS, WIDTH)] * 2, "never"),
+        (lambda: (Twice(), nn.Linear(WIDTH, WIDTH)), [(ROWS, WIDTH)] * 2, 1),
     ],
-    ids=["images", "a class that derives from batch norm"],
+    ids=["images", "a class that derives from batch norm", "used twice", "used twice, layers run again"],
 )
-def test_other_norms(layers: Any, shapes: list[tuple[int, ...]]) -> None:
+def test_one_step_leaves_the_buffers_that_one_forward_of_the_whole_batch_leaves(
+    layers: Any, shapes: list[tuple[int, ...]], recompute: Any
+) -> None:
     torch.manual_seed(0)
     x, y = map(torch.randn, shapes)
-    assert_as_one_forward(nn.Sequential(*layers()), x, y)
+    model = nn.Sequential(*layers())
+    whole = copy.deepcopy(model)
+    whole(x)
+    _, found = train(model, x, y, steps=1, recompute=recompute)
+    for name, expected in whole.named_buffers():
+        torch.testing.assert_close(found[name], expected)
 
 
 @pytest.mark.parametrize(
@@ -98,20 +109,6 @@ def test_the_result_is_that_of_one_device(schedule: str, ranks: int, chunks: int
     model, x, y = everything(layers=4)
     options: Any = {"microbatches": 5, "deferred_batch_norm": True, "recompute": recompute, "exact": True}
     proven(model, x, y, schedule=schedule, ranks=ranks, stages_per_rank=chunks, **options)
-
-
-@pytest.mark.parametrize("recompute", ["never", 1])
-def test_a_norm_that_is_used_twice_is_updated_twice(recompute: Any) -> None:
-    def twice(self: Any, x: Tensor) -> Tensor:
-        """By position and by name."""
-        x = self.layer(x)
-        return self.norm(x) + self.norm(input=x * 2)
-
-    torch.manual_seed(0)
-    uses = Forward(twice, layer=nn.Linear(WIDTH, WIDTH), norm=nn.BatchNorm1d(WIDTH))
-    (x, y), model = batch(), nn.Sequential(uses, nn.Linear(WIDTH, WIDTH))
-    found = assert_as_one_forward(model, x, y, recompute=recompute)
-    assert found["0.norm.num_batches_tracked"] == 2
 
 
 def test_norms_in_evaluation_mode_and_without_statistics_are_left_alone() -> None:
@@ -215,14 +212,6 @@ def test_what_cannot_be_deferred_is_refused(model: Any, words: str) -> None:
     x = torch.randn(4, 3, 5, 5) if any(isinstance(m, nn.Conv2d) for m in made.modules()) else batch()[0]
     with pytest.raises(ArgumentError, match=rf"deferred_batch_norm=True: .*{words}"):
         pipeline(made, (x,), microbatches=2, loss=squared_error, deferred_batch_norm=True)
-
-
-@pytest.mark.parametrize("model", [lambda: mlp(2), lambda: normed().eval()])
-def test_nothing_to_defer_is_noted(model: Any) -> None:
-    with pipeline(model(), batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
-        assert any("deferred_batch_norm=True does nothing" in note for note in pipe.notes)
-    with pipeline(normed(), batch()[:1], microbatches=2, loss=squared_error, deferred_batch_norm=True) as pipe:
-        assert not any("deferred_batch_norm" in note for note in pipe.notes)
 
 
 def stop_tracking(model: nn.Module) -> None:

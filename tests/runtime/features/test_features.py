@@ -1,4 +1,4 @@
-"""Features: hooks nest in the stated order; a kind of recomputation is one class and one line; a step is short."""
+"""Hooks of features nest in the stated order, and all are left when one refuses."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ class Notes(Feature):
 
     @contextmanager
     def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
+        if self._name == "refuses":
+            raise ArgumentError("no")
         self._said.append(f"+{self._name}")
         try:
             yield
@@ -26,27 +28,12 @@ class Notes(Feature):
             self._said.append(f"-{self._name}")
 
 
-class Idle(Feature):
-    """Has no hooks."""
-
-
-def test_the_first_feature_is_the_outermost() -> None:
+def test_the_first_feature_is_the_outermost_and_is_left_when_another_refuses() -> None:
     said: list[str] = []
-    features = [Notes("a", said), Idle(), Notes("b", said)]
+    features = [Notes("a", said), Feature(), Notes("b", said)]
     within(contexts(features, "forward", 0, runs_again=False), lambda: said.append("code"))()
     assert said == ["+a", "+b", "code", "-b", "-a"]
-
-
-def test_all_features_are_left_when_one_refuses() -> None:
-    said: list[str] = []
-
-    class Refuses(Feature):
-        @contextmanager
-        def forward(self, microbatch: int, *, runs_again: bool) -> Iterator[None]:
-            raise ArgumentError("no")
-            yield
-
-    enter = contexts([Notes("a", said), Refuses(), Notes("b", said)], "forward", 0, runs_again=False)
+    features, said[:] = [Notes("a", said), Notes("refuses", said), Notes("b", said)], []
     with pytest.raises(ArgumentError):
-        within(enter, lambda: said.append("code"))()
+        within(contexts(features, "forward", 0, runs_again=False), lambda: said.append("code"))()
     assert said == ["+a", "-a"]

@@ -15,7 +15,6 @@ from torch.utils.checkpoint import checkpoint
 
 from penstock import PartitionError, pipeline
 from scaffolding.by_hand import assert_steps_by_hand, step_by_hand
-from scaffolding.models import Forward
 from scaffolding.proofs import proven
 
 X, TARGET = torch.randn(8, 6, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 6)
@@ -38,19 +37,17 @@ class RunsAgain(nn.Module):
         return checkpoint(self.body, x, use_reentrant=self.reentrant) if self.checkpoints else self.body(x)
 
 
-def test_batch_norm_that_runs_again_within_layers_that_run_again() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)), nn.BatchNorm1d(6))
-    proven(model, X, TARGET, ranks=2, schedule="gpipe", microbatches=4, recompute=1)
-
-
-@pytest.mark.parametrize(("schedule", "ranks", "reentrant"), [("gpipe", 2, True), ("1f1b", 4, False)])
+@pytest.mark.parametrize(
+    ("reentrant", "options"),
+    [(True, {"ranks": 2, "schedule": "gpipe"}), (False, {"ranks": 4}), (False, {"ranks": 2, "recompute": 1})],
+    ids=str,
+)
 def test_batch_norm_that_runs_again_in_backward_ends_with_the_statistics_of_plain_torch(
-    schedule: str, ranks: int, reentrant: bool
+    reentrant: bool, options: dict[str, Any]
 ) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain(reentrant=reentrant) for _ in range(3)), nn.BatchNorm1d(6))
-    report = proven(model, X, TARGET, ranks=ranks, schedule=schedule, microbatches=4)
+    report = proven(model, X, TARGET, microbatches=4, **options)
     assert any(row.kind == "buffer" and "num_batches" in row.name for row in report.rows)
 
 
@@ -111,12 +108,6 @@ class Positions(nn.Module):
         return self.linear(x + self.table)
 
 
-def test_a_cache_of_constants_may_be_replaced() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Positions() for _ in range(4)))
-    proven(model, X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
-
-
 def frozen_beginning() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)))
     model[:2].requires_grad_(False)
@@ -143,59 +134,7 @@ def test_what_backward_cannot_do_over_is_refused(make: Callable[[], nn.Module], 
         proven(make(), X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
 
 
-class Pair:
-    """An object of tensors, which the recorder takes apart before the block that it enters."""
-
-    def __init__(self, x: Tensor, y: Tensor) -> None:
-        self.x, self.y = x, y
-
-
-class Drops(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear, self.drop = nn.Linear(6, 6), nn.Dropout(0.5)
-
-    def forward(self, pair: Pair) -> Pair:
-        return Pair(self.drop(self.linear(pair.x)) + pair.y, pair.y)
-
-
-def test_dropout_behind_an_object_that_was_taken_apart_draws_the_same_masks() -> None:
-    def of_pairs(self: Any, x: Tensor) -> Tensor:
-        pair = Pair(self.first(x), x)
-        for block in self.blocks:
-            pair = block(Pair(pair.x * 1.0, pair.y))
-        return pair.x
-
-    torch.manual_seed(0)
-    model = Forward(of_pairs, first=nn.Linear(6, 6), blocks=nn.ModuleList(Drops() for _ in range(4)))
-    proven(model, X, TARGET, ranks=2, microbatches=4, cuts=["blocks.1"])
-
-
 # -- what a backward updates: a sum is kept; what depends on the order of forwards and backwards is refused ------------
-
-
-class Averages(nn.Module):
-    """A moving average, which its checkpoint updates twice for each microbatch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-        self.register_buffer("scale", torch.ones(6))
-
-    def body(self, x: Tensor) -> Tensor:
-        y = self.linear(x)
-        with torch.no_grad():
-            self.scale.lerp_(y.var(0), 0.1)
-        return torch.tanh(y * self.scale.rsqrt())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return checkpoint(self.body, x, use_reentrant=False)
-
-
-def test_a_moving_average_is_kept_where_each_backward_follows_its_forward() -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(3)), Averages())
-    proven(model, X, TARGET, ranks=2, schedule="1f1b", microbatches=4)
 
 
 class Noted(torch.autograd.Function):
@@ -245,14 +184,6 @@ def test_a_sum_over_gradients_is_refused_where_stages_have_copies() -> None:
         pipe.step(X, target=TARGET)
 
 
-def chain(at: int) -> nn.Sequential:
-    """One weight steps its optimizer as soon as it has a gradient."""
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
-    model[at].weight.register_post_accumulate_grad_hook(steps)  # type: ignore[union-attr, operator]
-    return model
-
-
 def steps(parameter: Tensor) -> None:
     assert parameter.grad is not None
     with torch.no_grad():
@@ -260,50 +191,48 @@ def steps(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class DroppedAtTheEnds(nn.Linear):
-    """Layer drop that leaves out the first and the last microbatch: they have no backward in a first stage."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) if x[0, 0] > 0 else x * 1
-
-
-def test_an_optimizer_in_backward_is_refused_where_layer_drop_spares_the_first_and_the_last() -> None:
-    model = chain(0)
-    model[0].__class__ = DroppedAtTheEnds
-    x = X.clone()
-    x[:, 0] = torch.tensor([-1, -1, 1, 1, 1, 1, -1, -1])
-    with (
-        pipeline(model, (x,), loss=F.mse_loss, ranks=4, microbatches=4, schedule="gpipe") as pipe,
-        pytest.raises(PartitionError, match=r"backward of stage 0 updates parameter '0.weight' by a hook"),
-    ):
-        pipe.step(x, target=TARGET)
+def chain(hook: Callable[[Tensor], None], *layers: int) -> nn.Sequential:
+    """Some layers step their optimizer as soon as they have a gradient."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
+    for layer in layers:
+        model[layer].weight.register_post_accumulate_grad_hook(hook)  # type: ignore[union-attr, operator]
+    return model
 
 
 def test_an_optimizer_in_backward_steps_where_each_backward_follows_its_forward() -> None:
-    model, plain = chain(3), chain(3)
+    model, plain = chain(steps, 3), chain(steps, 3)
     with pipeline(model, (X,), loss=F.mse_loss, ranks=2, microbatches=4) as pipe:
         pipe.step(X, target=TARGET)
     step_by_hand(plain, (X,), TARGET, F.mse_loss, 4)
     assert torch.equal(model[3].weight, plain[3].weight)
 
 
-@pytest.mark.parametrize("how", ["late", "every eighth", "in W"])
-def test_an_optimizer_in_backward_is_refused_whenever_it_steps(how: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(4)))
-    counts = dict.fromkeys(model.parameters(), 0)
+class DroppedAtTheEnds(nn.Linear):
+    """Layer drop that leaves out the first and the last microbatches: they have no backward in a first stage."""
 
-    def hook(parameter: nn.Parameter) -> None:
-        counts[parameter] += 1
-        if counts[parameter] % (8 if how == "every eighth" else 1) == 0:
-            steps(parameter)
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) if x[0, 0] > 0 else x * 1
 
-    schedule, options = ("zb-h1", {}) if how == "in W" else ("1f1b", {"recompute": "always"})
-    given: Any = {"ranks": 2, "microbatches": 8, "schedule": schedule, **options}
-    with pipeline(model, (X,), loss=F.mse_loss, **given) as pipe:
-        if how == "late":
-            pipe.step(X, target=TARGET)
-        for parameter in model.parameters():
-            parameter.register_post_accumulate_grad_hook(hook)
+
+@pytest.mark.parametrize(
+    ("late", "drops", "options"),
+    [
+        (False, False, {"ranks": 2, "schedule": "zb-h1"}),
+        (True, False, {"ranks": 2, "recompute": "always"}),
+        (False, True, {"ranks": 4, "schedule": "gpipe"}),
+    ],
+)
+def test_an_optimizer_in_backward_is_refused_elsewhere_whenever_it_begins(
+    late: bool, drops: bool, options: dict[str, Any]
+) -> None:
+    on, x = not late, X.clone()
+    x[:, 0] = torch.tensor([-1, -1, 1, 1, 1, 1, -1, -1])
+    model = chain(lambda parameter: steps(parameter) if on else None, *([0] if drops else range(4)))
+    model[0].__class__ = DroppedAtTheEnds if drops else nn.Linear
+    with pipeline(model, (x,), loss=F.mse_loss, microbatches=8, **options) as pipe:
+        if late:
+            pipe.step(x, target=TARGET)
+            on = True
         with pytest.raises(PartitionError, match=r"backward of stage \d updates parameter '\d.weight' by a hook"):
-            pipe.step(X, target=TARGET)
+            pipe.step(x, target=TARGET)

@@ -40,11 +40,6 @@ def test_trap_19_the_result_is_that_of_one_device(schedule: str, ranks: int, chu
     assert sum(row.kind == "buffer" for row in report.rows) == 3 * layers
 
 
-def test_two_copies_of_a_model() -> None:
-    model, x, y = everything(4, norm=False)
-    proven(model, x, y, schedule="dualpipe", ranks=2, microbatches=4, recompute={0: "always"})
-
-
 class Checkpointed(nn.Module):
     """Recomputes by itself, as models do."""
 
@@ -56,13 +51,10 @@ class Checkpointed(nn.Module):
         return checkpoint(self.layer, x, use_reentrant=False)
 
 
-@pytest.mark.parametrize(("schedule", "policy"), [("zb-h1", "always"), ("gpipe", 1)])
-def test_models_that_recompute_by_themselves(schedule: str, policy: Any) -> None:
+def checkpointed() -> nn.Module:
     """One block is used twice, so that the same module draws twice in a microbatch."""
-    torch.manual_seed(0)
-    block, (x, y) = Checkpointed(), batch()
-    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
-    proven(model, x, y, ranks=2, microbatches=3, schedule=schedule, recompute=policy, exact=True)
+    block = Checkpointed()
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Tanh(), block, Checkpointed(), nn.Linear(WIDTH, WIDTH))
 
 
 class DrawsItself(Layers):
@@ -72,11 +64,6 @@ class DrawsItself(Layers):
         for layer in self.layers:
             x = F.dropout(layer(x).tanh(), 0.3, self.training)
         return x
-
-
-def test_draws_between_layers_are_drawn_again() -> None:
-    x, y = batch(6, WIDTH)
-    proven(lambda: DrawsItself(WIDTH, 4), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="except_last")
 
 
 class Counts(nn.Module):
@@ -111,14 +98,8 @@ class Restores(nn.Module):
         return y
 
 
-def test_a_layer_that_runs_again_runs_to_its_end() -> None:
-    """`torch.utils.checkpoint` would stop at the last saved tensor, and leave undone what comes after it in Python."""
-    torch.manual_seed(0)
-    (x, y), model = batch(), nn.Sequential(nn.Linear(WIDTH, WIDTH), Restores(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
-    proven(model, x, y, ranks=2, microbatches=3, recompute=1)
-    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, recompute=1) as pipe:
-        pipe.step(x, target=y)
-        assert (model[1].busy, model[1].norm.training, len(model[1].linear._forward_hooks)) == (False, True, 0)
+def restoring() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), Restores(), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
 
 
 def buffers_that_matter() -> nn.Module:
@@ -127,12 +108,6 @@ def buffers_that_matter() -> nn.Module:
     counting = nn.Sequential(nn.Linear(WIDTH, WIDTH), Counts())
     average = nn.Sequential(nn.BatchNorm1d(WIDTH, momentum=None), nn.Linear(WIDTH, WIDTH))
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), spectral, counting, average)
-
-
-@pytest.mark.parametrize("policy", ["always", 1])
-def test_a_forward_that_depends_on_buffers_it_updates(policy: Any) -> None:
-    x, y = batch()
-    proven(buffers_that_matter(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy)
 
 
 class Overwriting(OneLayer):
@@ -159,11 +134,35 @@ class Overwritten(nn.Module):
         return total + y
 
 
-@pytest.mark.parametrize("policy", ["always", 1])
-def test_inputs_that_are_updated_in_place_after_they_were_kept(policy: Any) -> None:
+def layers() -> nn.Module:
+    return nn.Sequential(*(Layer() for _ in range(4)))
+
+
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    return squared_error(output + torch.randn_like(output), target)
+
+
+@pytest.mark.parametrize(
+    ("make", "policy", "options"),
+    [
+        (checkpointed, "always", {"schedule": "zb-h1"}),
+        (checkpointed, 1, {}),
+        (lambda: DrawsItself(WIDTH, 4), "except_last", {}),
+        (restoring, 1, {}),
+        (buffers_that_matter, "always", {}),
+        (buffers_that_matter, 1, {}),
+        (Overwritten, "always", {}),
+        (Overwritten, 1, {}),
+        (mlp, "always", {"loss": noisy}),
+        (layers, "always", {"autocast": True}),
+        (layers, 1, {"autocast": True}),
+    ],
+)
+def test_what_makes_it_hard_to_run_a_forward_again(make: Any, policy: Any, options: dict[str, Any]) -> None:
     torch.manual_seed(0)
-    x, y = batch()
-    proven(Overwritten(), x, y, schedule="gpipe", ranks=2, microbatches=3, recompute=policy, exact=True)
+    given: dict[str, Any] = {"schedule": "gpipe", "ranks": 2, "microbatches": 3, "exact": True, **options}
+    with torch.autocast("cpu", torch.bfloat16, enabled=given.pop("autocast", False)):
+        proven(make(), *batch(), recompute=policy, **given)
 
 
 def test_the_first_run_takes_the_kernels_of_training() -> None:
@@ -178,28 +177,12 @@ def test_the_first_run_takes_the_kernels_of_training() -> None:
     proven(model, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="always")
 
 
-def test_autocast() -> None:
-    def gradients(recompute: Any) -> list[Tensor]:
-        model, x, y = everything(4)
-        with pipeline(
-            model, (x,), schedule="gpipe", ranks=2, microbatches=3, loss=squared_error, recompute=recompute, seed=0
-        ) as pipe:
-            for _ in range(2):
-                with torch.autocast("cpu", torch.bfloat16):
-                    pipe.step(x, target=y)
-            return [p.grad for p in pipe.parameters() if p.grad is not None]
-
-    expected = gradients("never")
-    for policy in ("always", 1):
-        assert all(map(torch.equal, gradients(policy), expected)), policy
-
-
-def test_a_loss_that_draws_is_drawn_again() -> None:
-    def noisy(output: Tensor, target: Tensor) -> Tensor:
-        return F.mse_loss(output + torch.randn_like(output), target)
-
-    x, y = batch()
-    proven(mlp(), x, y, noisy, schedule="gpipe", ranks=2, microbatches=3, recompute="always", exact=True)
+def test_a_layer_that_runs_again_runs_to_its_end() -> None:
+    """`torch.utils.checkpoint` would stop at the last saved tensor, and leave undone what comes after it in Python."""
+    (x, y), model = batch(), restoring()
+    with pipeline(model, (x,), loss=squared_error, ranks=2, microbatches=3, recompute=1) as pipe:
+        pipe.step(x, target=y)
+    assert (model[1].busy, model[1].norm.training, len(model[1].linear._forward_hooks)) == (False, True, 0)
 
 
 def test_a_frozen_beginning_is_run_once() -> None:
@@ -208,21 +191,6 @@ def test_a_frozen_beginning_is_run_once() -> None:
     calls = calls_in_a_step(model, (x, y), ranks=2, schedule="gpipe", recompute="always", microbatches=3, cuts=["3"])
     assert calls == {"0": 3, "1": 3, "2": 3, "3": 6, "4": 6, "5": 6}
     proven(model, x, y, schedule="gpipe", ranks=2, microbatches=3, recompute="always", cuts=["3"])
-
-
-def test_the_split_backward_still_waits_for_w() -> None:
-    """And what it learns, it learns from the first microbatch, even if that is run again."""
-    shares = {}
-    for policy in ("never", "always", 2):
-        model, (x, y) = mlp(8), batch()
-        with pipeline(
-            model, (x,), schedule="zb-h1", ranks=2, microbatches=4, loss=squared_error, recompute=policy
-        ) as pipe:
-            pipe.step(x, target=y)
-            shares[policy] = pipe.deferred_weight_grad_fraction
-    assert shares["always"] == shares["never"]
-    assert all(share == pytest.approx(WIDTH / (WIDTH + 1)) for share in shares["never"].values())
-    assert all(0 < shares[2][stage] < shares["never"][stage] for stage in (0, 1))
 
 
 def test_weights_are_learned_from_the_first_forward_though_it_is_run_again() -> None:
@@ -316,17 +284,20 @@ class Renorms(OneLayer):
         return self.layer(x)
 
 
-def test_what_cannot_be_run_again_is_refused() -> None:
-    x, _ = batch()
-    options: dict[str, Any] = {"loss": squared_error, "schedule": "gpipe", "microbatches": 3}
-    with pytest.raises(PartitionError, match=r"recompute: .*stage 0 updates parameter 'layer.weight' in place"):
-        pipeline(Renorms(WIDTH), (x,), recompute="always", **options)
-
-
-def test_a_stage_without_layers_is_refused() -> None:
-    (x, _), model = batch(), Forward(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(WIDTH, WIDTH)))
-    with pytest.raises(ArgumentError, match="recompute=2: the code of stage 0 calls no module with parameters"):
-        pipeline(model, (x,), loss=squared_error, recompute=2)
+@pytest.mark.parametrize(
+    ("model", "recompute", "words"),
+    [
+        (Renorms(WIDTH), "always", r"recompute: .*stage 0 updates parameter 'layer.weight' in place"),
+        (
+            Forward(lambda self, x: x @ self.weight, weight=nn.Parameter(torch.randn(WIDTH, WIDTH))),
+            2,
+            "recompute=2: the code of stage 0 calls no module with parameters",
+        ),
+    ],
+)
+def test_what_cannot_be_run_again_is_refused(model: nn.Module, recompute: Any, words: str) -> None:
+    with pytest.raises((ArgumentError, PartitionError), match=words):
+        pipeline(model, batch()[:1], loss=squared_error, schedule="gpipe", microbatches=3, recompute=recompute)
 
 
 def test_a_step_that_raised_leaves_nothing() -> None:

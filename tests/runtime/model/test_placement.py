@@ -91,11 +91,3 @@ def test_a_meta_model_with_torch_for_cuda_and_no_gpu_computes_on_the_cpu(monkeyp
     with penstock.pipeline(model, (x,), loss_fn=F.mse_loss, microbatches=2) as pipe:
         assert pipe.device.type == "cpu"
         pipe.step(x, target=x)
-
-
-def test_without_an_accelerator_nothing_is_said() -> None:
-    if torch.accelerator.is_available():
-        pytest.skip("there is an accelerator")
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        _trains()

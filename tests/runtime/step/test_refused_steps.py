@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from copy import deepcopy
@@ -14,8 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import ArgumentError, PartitionError, Pipeline, pipeline
-from scaffolding.by_hand import assert_steps_by_hand
-from scaffolding.small import WIDTH, batch, mlp
+from scaffolding.small import WIDTH
 
 LONG = 5
 
@@ -123,28 +121,6 @@ def test_a_step_that_raises_leaves_everything_as_it_was(how: str, accumulated: b
         assert not any("zero_grad" in note for note in getattr(caught.value, "__notes__", ()))
 
     assert_same(train(refuse), train(lambda *_: None))
-
-
-class RaisesAtFirst(nn.Linear):
-    fails = False
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.fails:
-            raise KeyError
-        return super().forward(x)
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1"])
-def test_what_is_learned_from_the_first_step_is_learned_after_one_that_raised(schedule: str) -> None:
-    torch.manual_seed(0)
-    model, (x, y) = nn.Sequential(*mlp(2), nn.Tanh(), RaisesAtFirst(WIDTH, WIDTH), *mlp(2)), batch()
-    twin = copy.deepcopy(model)
-    with pipeline(model, (x,), loss=F.mse_loss, ranks=2, microbatches=4, schedule=schedule, leaf_modules=["3"]) as pipe:
-        model[3].fails = True
-        with pytest.raises(KeyError):
-            pipe.step(x, target=y)
-        model[3].fails = False
-        assert_steps_by_hand(pipe, twin, [(x, y)], F.mse_loss, 4)
 
 
 # -- steps that would overlap in one process ---------------------------------------------------------------------------

@@ -57,18 +57,6 @@ def assert_same(found: list[Tensor | None], expected: list[Tensor | None]) -> No
             assert mine.dtype == other.dtype
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_messages_may_be_taken_in_another_order_than_they_came(
-    ends: tuple[_SlotRing, _SlotRing], order: tuple[int, int]
-) -> None:
-    sender, receiver = ends
-    for turn in (0, 2, 4):
-        for k in (turn, turn + 1):
-            sender.put(k, message(k))
-        for k in order:
-            assert_same(receiver.take(turn + k), message(turn + k))
-
-
 def test_a_sender_waits_until_a_slot_is_free(ends: tuple[_SlotRing, _SlotRing]) -> None:
     """A message that was not taken yet is never written over."""
     sender, receiver = ends
