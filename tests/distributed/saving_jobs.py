@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -11,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
+from checkpoint_jobs import Shadow
 from jobs import TASKS
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -71,22 +70,34 @@ def writing(act: Callable[[], None]) -> Iterator[None]:
         FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 
-def wrong_on_one_rank(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
-    """What each call says here that has a wrong argument on one rank alone, and whether anything was changed."""
+class Container(torch.optim.SGD):
+    """As torchtitan's `OptimizersContainer`: its own state is empty, and its state dict is flat."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"param_groups.0.weight.lr": 0.1}
+
+
+def refused_everywhere(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
+    """What calls say here that are wrong, some of them on one rank alone, and whether anything was changed."""
     with training() as (task, pipe, optimizer):
         step(task, pipe, optimizer)
         path = checkpoint.save(folder, pipe, optimizer, stateful={"one": Holds(1)})
         step(task, pipe, optimizer)
+        checkpoint.save(folder / "weights", pipe)
+        (folder / "file").write_text("")
         parameters = list(pipe.parameters())
         groups = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
         foreign = torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(3))])
         fewer = torch.optim.AdamW(parameters[1:])
-        held = Holds(7)
+        averages = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+        checkpoint.save(folder / "averages", pipe, {"adam": optimizer}, stateful={"ema": averages})
+        flat = Shadow({"average": torch.cat([p.detach().flatten() for p in parameters])})
+        wrapped, held = Shadow({"inner": optimizer.state_dict()}), Holds(7)
         said = {}
 
-        def attempt(name: str, call: Callable[..., object], *args: Any, **options: Any) -> None:
+        def attempt(name: str, call: Callable[..., object], *args: Any, where: Path = folder, **options: Any) -> None:
             before = {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-            text = refusal_of(call, folder, pipe, *args, **options)
+            text = refusal_of(call, where, pipe, *args, **options)
             after = pipe.state_dict()
             same = all(torch.equal(after[name], tensor) for name, tensor in before.items())
             said[name] = text, same and held.value == 7 and pipe.step_count == 2
@@ -94,22 +105,36 @@ def wrong_on_one_rank(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
         def on(ranks: int, wrong: Any, right: Any) -> Any:
             return wrong if rank == ranks else right
 
-        attempt("keep", checkpoint.save, optimizer, keep=on(1, 0, 2))
-        attempt("a foreign parameter", checkpoint.save, on(1, foreign, optimizer))
-        attempt("more groups", checkpoint.save, on(1, groups, optimizer))
-        attempt("no optimizer", checkpoint.save, on(1, None, optimizer))
-        attempt("others cannot", checkpoint.save, optimizer, others={"one": Holds(fails=True)})
-        attempt("not in others", checkpoint.load, optimizer, others={on(1, "two", "one"): held})
-        attempt("another kind", checkpoint.load, on(1, torch.optim.SGD(parameters), optimizer), others={"one": held})
-        attempt("another group", checkpoint.load, on(1, fewer, optimizer), others={"one": held})
-        attempt("other groups", checkpoint.load, groups, others={"one": held})
-        attempt("a name", lambda folder, *args: checkpoint.load(folder / "step-00000009", *args))
+        save, load = checkpoint.save, checkpoint.load
+        attempt("keep", save, optimizer, keep=on(1, 0, 2))
+        attempt("a foreign parameter", save, on(1, foreign, optimizer))
+        attempt("more groups", save, on(1, groups, optimizer))
+        attempt("no optimizer", save, on(1, None, optimizer))
+        attempt("others cannot", save, optimizer, others={"one": Holds(fails=True)})
+        attempt("no folder", save, optimizer, where=folder / "file")
+        attempt("flat", save, stateful={"flat": flat})
+        attempt("wrapped", save, stateful={"wrapped": wrapped})
+        attempt("container", save, Container(parameters, lr=0.1))
+        attempt("no such optimizer", save, [optimizer, "adam"])
+        attempt("no such object", save, stateful={"decay": 0.9})
+        attempt("not in others", load, optimizer, others={on(1, "two", "one"): held})
+        attempt("another kind", load, on(1, torch.optim.SGD(parameters), optimizer), others={"one": held})
+        attempt("another group", load, on(1, fewer, optimizer), others={"one": held})
+        attempt("other groups", load, groups, others={"one": held})
+        attempt("a name", load, where=folder / "step-00000009")
+        attempt("no state", load, optimizer, where=folder / "weights")
+        attempt("several optimizers", load, optimizer, where=folder / "averages")
+        for name, ema in (("no averages", {}), ("other averages", Shadow({"lr": 0.1}))):
+            attempt(name, load, {"adam": optimizer}, where=folder / "averages", stateful={"ema": ema})
+        with training("convnet") as (_, other, _):
+            said["another model"] = refusal_of(load, folder, other), True
         if rank == 0:
             os.truncate(path / "__1_0.distcp", 40)
-        attempt("cut off", checkpoint.load, optimizer)
+        attempt("cut off", load, optimizer)
         if rank == 0:
             (path / "__1_0.distcp").unlink()
-        attempt("a file that is gone", checkpoint.load, optimizer)
+        attempt("a file that is gone", load, optimizer)
+        assert load(folder / "nothing", pipe) is None
         step(task, pipe, optimizer)  # the pipeline is as good as before
         return said
 
@@ -220,52 +245,6 @@ def held(pipe: penstock.Pipeline) -> dict[str, Tensor]:
         name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
         for name, tensor in pipe.state_dict().items()
     }
-
-
-def train_in_groups(
-    rank: int, folder: Path, steps: int, options: dict[str, Any], save_at: int | None
-) -> tuple[list[str], list[int], dict[str, Tensor]]:
-    """Groups by the parameters' names, noise from the process's own generators, and a scaler.
-
-    Goes on from a checkpoint unless it saves one. Returns the losses, the sizes of this rank's groups, and what it
-    holds.
-    """
-    random.seed(3)
-    np.random.seed(3)
-    torch.manual_seed(3)
-    task = TASKS["dropout"]()
-    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=4, seed=0, **options) as pipe:
-        first = [p for name, p in pipe.named_parameters() if name.startswith("0.")]
-        biases = [p for name, p in pipe.named_parameters() if name.endswith("bias") and not name.startswith("0.")]
-        weights = [p for name, p in pipe.named_parameters() if name.endswith("weight") and not name.startswith("0.")]
-        groups = [
-            {"params": first, "lr": 3e-3},
-            {"params": weights, "weight_decay": 0.3},
-            {"params": biases, "weight_decay": 0.0},
-        ]
-        optimizer = torch.optim.AdamW(groups, lr=1e-2)
-        scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, [3e-3, 1e-2, 1e-2], total_steps=20)
-        scaler = torch.amp.GradScaler("cpu", growth_interval=2)
-        scaler.scale(torch.zeros(()))  # its tensors are made at its first use
-        others = {"scheduler": scheduler, "scaler": scaler, "generators": checkpoint.RngState()}
-        if save_at is None:
-            for generator in (random.random, np.random.random, lambda: torch.rand(5)):
-                generator()  # a program that starts in another way
-            assert checkpoint.load(folder, pipe, optimizer, stateful=others) is not None
-            assert scaler.get_scale() == 2.0**15
-            assert [group["weight_decay"] for group in optimizer.param_groups] == [1e-2, 0.3, 0.0]
-        losses = []
-        while pipe.step_count < steps:
-            noise = random.random() + np.random.random() + torch.rand(9)
-            result = pipe.step(task.args[0] + noise, target=task.target)
-            optimizer.step()
-            optimizer.zero_grad()
-            scheduler.step()
-            losses.append(float(result.loss).hex())
-            if pipe.step_count == save_at:
-                scaler.update(2.0**15)
-                checkpoint.save(folder, pipe, optimizer, stateful=others)
-        return losses, [len(group["params"]) for group in optimizer.param_groups], held(pipe)
 
 
 def save_on_a_mesh(rank: int, folder: Path, name: str, sharded: bool) -> dict[str, Tensor]:
