@@ -77,39 +77,6 @@ def test_a_parameter_that_has_moved_to_another_group_is_refused(tmp_path: Path) 
             checkpoint.load(tmp_path, pipe, optimizer_of(pipe, 3))
 
 
-def test_averages_of_the_weights_come_back_in_every_form(tmp_path: Path) -> None:
-    class Listed:
-        """As diffusers' `EMAModel`: a list in the parameters' order beside a number."""
-
-        def __init__(self, pipe: penstock.Pipeline) -> None:
-            self.state = {"decay": 0.5, "shadow_params": [torch.rand_like(p) for p in pipe.parameters()]}
-
-        def state_dict(self) -> dict[str, Any]:
-            return self.state
-
-        def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.state = state
-
-    def averages(pipe: penstock.Pipeline) -> dict[str, Any]:
-        model = torch.optim.swa_utils.AveragedModel(pipe.model)
-        for parameter in model.parameters():
-            nn.init.uniform_(parameter)
-        by_name = {name: torch.rand_like(parameter) for name, parameter in pipe.named_parameters()}
-        return {"model": model, "by name": by_name, "listed": Listed(pipe)}
-
-    def tensors(stateful: dict[str, Any]) -> list[Tensor]:
-        listed = stateful["listed"].state["shadow_params"]
-        return [*stateful["model"].parameters(), *stateful["by name"].values(), *listed]
-
-    with made(seed=0) as pipe:
-        saved, others = averages(pipe), averages(pipe)
-        checkpoint.save(tmp_path, pipe, stateful=saved)
-        assert not any(map(torch.equal, tensors(saved), tensors(others)))
-        checkpoint.load(tmp_path, pipe, stateful=others)
-        assert all(map(torch.equal, tensors(saved), tensors(others)))
-        assert others["listed"].state["decay"] == 0.5
-
-
 @pytest.mark.parametrize(("saved", "loaded"), [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path, saved: torch.dtype, loaded: torch.dtype) -> None:
     """A cast would lose digits of parameters and moments, and training would not go on as it would have."""

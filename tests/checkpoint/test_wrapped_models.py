@@ -84,10 +84,12 @@ def assert_alike(one: Pipeline, other: Pipeline) -> None:
         assert torch.equal(mine, theirs), name
 
 
-def test_a_state_with_the_names_of_a_compiled_model_is_read() -> None:
+def test_a_state_with_the_names_of_a_wrapped_model_is_read() -> None:
     state = compiled(plain()).state_dict()
     assert all(name.startswith("_orig_mod.") for name in state)
-    with made(nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(4)))) as pipe:
+    with made(plain()) as pipe:
+        pipe.load_state_dict({f"module.{name}": 0 * value for name, value in plain().state_dict().items()})
+        assert not any(value.any() for value in pipe.state_dict().values())
         pipe.load_state_dict(state)
         assert torch.equal(pipe.state_dict()["2.0.weight"], plain()[2][0].weight)
 
@@ -129,7 +131,10 @@ def test_a_child_called_module_is_no_wrapper() -> None:
         pipe.load_state_dict(model.state_dict())
 
 
-def test_the_state_of_a_data_parallel_model_is_read() -> None:
-    with made(plain()) as pipe:
-        pipe.load_state_dict({f"module.{name}": 0 * value for name, value in plain().state_dict().items()})
-        assert not any(value.any() for value in pipe.state_dict().values())
+def test_the_state_of_layers_goes_back_under_their_own_names() -> None:
+    layers: list[nn.Module] = [nn.Sequential(OrderedDict([(name, nn.Linear(WIDTH, WIDTH))])) for name in ("up", "down")]
+    with made(layers) as pipe:
+        state = {name: torch.ones_like(tensor) for name, tensor in pipe.state_dict().items()}
+        assert list(state) == ["up.weight", "up.bias", "down.weight", "down.bias"]
+        pipe.load_state_dict(state)
+    assert all(parameter.eq(1).all() for layer in layers for parameter in layer.parameters())

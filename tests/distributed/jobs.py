@@ -21,7 +21,7 @@ from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
-from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
+from scaffolding.models import GPT, Case, ConvNet, InPlace, SkipsTwice, squared_error, token_error
 from scaffolding.models import llama as tiny_llama
 from scaffolding.refusals import refusal_of
 
@@ -88,23 +88,6 @@ def llama() -> Case:
     return tiny_llama(ROWS)._replace(loss=None)
 
 
-class Dicts(OneLayer):
-    """Passes on a dict with a number, a flag and text."""
-
-    def forward(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {**values, "x": self.layer(values["x"]) * values["factor"], "flag": not values["flag"]}
-
-
-def dicts_between_stages() -> Case:
-    torch.manual_seed(0)
-    values = {"x": torch.randn(ROWS, 9), "factor": 2, "flag": True, "text": "word"}
-
-    def loss(output: dict[str, Any], target: dict[str, Tensor]) -> Tensor:
-        return F.mse_loss(output["x"], target["y"]) * output["factor"]
-
-    return Case([Dicts(9) for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
-
-
 def a_rank_without_parameters() -> Case:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
@@ -122,7 +105,7 @@ TASKS: dict[str, Callable[[], Case]] = {
     f.__name__: f
     for f in (
         mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout,
-        deep_with_dropout, llama, dicts_between_stages, a_rank_without_parameters, frozen_first_stage,
+        deep_with_dropout, llama, a_rank_without_parameters, frozen_first_stage,
     )
 }  # fmt: skip
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,7 +12,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.schedule import Action, Op, Schedule, generate, split_backward
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.refusals import refusal_of
 from scaffolding.small import WIDTH, Retrieval, retrieval_error
@@ -206,31 +204,3 @@ def batch_norm(rank: int) -> dict[str, Tensor]:
         for _ in range(2):
             pipe.step(x, target=y)
         return {name: buffer.clone() for name, buffer in pipe.named_buffers()}
-
-
-def reduces(schedule: Any) -> bool:
-    return any(a.op is Op.REDUCE_GRAD for row in schedule.rows for a in row)
-
-
-def fewer_rows(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A step in which the second replica has one microbatch fewer, and so another order of last weight gradients:
-    this rank's gradients, and those of plain torch on all rows."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))  # stages that could be taken for each other
-    reference = copy.deepcopy(model)
-    x, y = torch.randn(3, 5), torch.randn(3, 5)
-    squared_error(reference(x), y).backward()  # type: ignore[no-untyped-call]
-    order = split_backward(generate("gpipe", 2, 2, stages_per_rank=2))
-    weights = "0W0 2W0 2W1 0W1", "1W0 3W0 3W1 1W1"
-    rows = [
-        [*(a for a in row if a.op is not Op.W), *map(Action.parse, last.split())]
-        for row, last in zip(order.rows, weights, strict=True)
-    ]
-    mine = slice(0, 2) if mesh.get_local_rank("dp") == 0 else slice(2, 3)
-    schedule = Schedule("last is not last", order.placement, 2, rows)
-    with penstock.pipeline(model, (x[:2],), loss=squared_error, schedule=schedule, mesh=mesh) as pipe:
-        pipe.step(x[mine], target=y[mine])
-        got = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    return got, {name: wanted[name] for name in got}

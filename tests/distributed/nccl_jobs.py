@@ -6,7 +6,7 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.distributed import groups
 from penstock.distributed.groups import Groups
 from penstock.runtime.execute.clock import StreamClock
 from penstock.runtime.transport.distributed import DistributedTransport, ReceiveOrder
@@ -107,13 +106,6 @@ def train_over(rank: int, mesh: str, cell: Cell) -> list[str]:
     grid = DeviceMesh("cpu", MESHES[mesh], mesh_dim_names=("dp", "pp"))
     with nccl_rules(eager=cell.eager):
         return steps(cell, mesh=grid) if any(rank in line for line in MESHES[mesh]) else []
-
-
-def why_split_groups_fail(rank: int, cell: Cell) -> str:
-    """What is said where the groups of two pipelines would be split from the default group."""
-    with mock.patch.object(groups, "binding_to", nullcontext), pytest.raises(RuntimeError) as raised:
-        train_over(rank, "two pipelines", cell)
-    return str(raised.value)
 
 
 def groups_of_two(rank: int, cell: Cell) -> int:

@@ -2,7 +2,6 @@
 
 import errno
 import os
-import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -68,22 +67,6 @@ def test_wait_chain_names_those_that_have_not_come() -> None:
 def test_silent_rank_that_nobody_waits_for_or_whose_process_runs_is_left_alone() -> None:
     assert World([OUTSIDE, OUTSIDE]).pass_time(60, silent=(0,)) is None
     assert World([Position("0F0"), RECEIVE], state="running").pass_time(60, silent=(0,)) is None
-
-
-def test_closed_connection_is_lost_without_patience_but_not_before_the_next_beat() -> None:
-    world = World([Position("0F0"), RECEIVE])
-    world.pass_time(3)
-    world.detector.record_disconnect(0)
-    world.detector.judge()
-    assert world.detector.failure is None, "what rank 0 sent last may still be under way"
-    assert world.pass_time(1, silent=(0,)) == Failure(0, "0F0", "its process is gone", "lost")
-
-
-def test_rank_that_came_back_is_not_lost() -> None:
-    world = World([Position("0F0"), RECEIVE])
-    world.detector.record_disconnect(0)
-    world.detector.join(0, Process("m", 0, "1"))
-    assert world.pass_time(60) is None
 
 
 def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
@@ -175,16 +158,6 @@ def bench() -> Iterator[Bench]:
 
 BOOM = Failure(0, "0B3", "ValueError: boom")
 STOPS = "rank 1 stops: rank 0 failed at 0B3: ValueError: boom"
-
-
-def test_waiting_rank_leaves_and_says_why(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.dog.position = RECEIVE
-    bench.beats(2)
-    assert bench.statuses == []
-    bench.dog._handle({"failure": BOOM})
-    bench.dog._decide()
-    assert bench.statuses == [1]
-    assert capsys.readouterr().err == f"penstock: {STOPS}; rank 1 was waiting for 1RECV_F0 from rank 0\n"
 
 
 def test_computing_rank_notices_by_itself(bench: Bench) -> None:
@@ -308,19 +281,6 @@ def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -
     )
 
 
-def test_ranks_that_wait_for_each_other_are_told_once(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
-    bench.dog.position = RECEIVE
-    bench.others = [RankStatus(Position("0RECV_B0", (1,)), 1800), RankStatus(RECEIVE, 1800)]
-    while not bench.statuses:
-        bench.beats(0.5)
-    said = capsys.readouterr().err
-    assert said.count("stops") == 1
-    assert said.splitlines()[-1] == (
-        "penstock: rank 1 stops: rank 1 stalled at 1RECV_F0: rank 1 has waited 1800 s for 1RECV_F0 from rank 0; "
-        "rank 0 has waited 1800 s for 0RECV_B0 from rank 1"
-    )
-
-
 def test_same_wait_in_the_next_step_is_a_new_one(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.dog.position = RECEIVE
     for _ in range(100):
@@ -409,19 +369,6 @@ def test_agents_that_count_attempts_differently_meet(monkeypatch: pytest.MonkeyP
     Meeting(meeting_store(store, (0, 1)), 0, 2).broadcast("an address", missing)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")
     assert Meeting(meeting_store(store, (0, 1)), 1, 2).broadcast(None, missing) == "an address"
-
-
-def test_ranks_that_are_missing_are_named_every_half_minute(capsys: pytest.CaptureFixture[str]) -> None:
-    assert Timeouts().warn_seconds == 30
-    missing = MissingRanks(0, 3, Timeouts(warn_seconds=0.02))
-    missing.ranks = (2,)
-    with missing:
-        said = ""
-        while said.count("\n") < 2:
-            missing._finished.wait(0.02)  # the main thread may be blocked
-            said += capsys.readouterr().err
-    one = r"penstock: rank 0 has waited \d+ s for rank 2, which has not called penstock\.pipeline yet"
-    assert all(re.fullmatch(one, line) for line in said.splitlines())
 
 
 def test_unreachable_rank_0_is_reported_at_the_start() -> None:

@@ -153,10 +153,6 @@ def same(every: list[Trained], expected: Trained, *, exactly: bool = True) -> No
             torch.testing.assert_close(mine, other)
 
 
-def test_a_loss_with_parameters_trains_as_in_plain_torch() -> None:
-    same([train(0, Centers, {"ranks": 3, "schedule": "zb-h1"})], by_hand())
-
-
 def test_in_several_processes_the_last_stages_rank_holds_them(ranks2: Ranks) -> None:
     every = ranks2.run(train, Centers, {})
     assert [OWN & each.state.keys() for each in every] == [set(), OWN]

@@ -116,13 +116,6 @@ def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
     assert any(found)
 
 
-@pytest.mark.long  # the emulation refuses it; pipelines under these rules: above
-def test_groups_that_are_split_are_caught(ranks4: Ranks) -> None:
-    cell = Cell("1f1b", "chain", 2, 1, (False, False), eager=True)
-    for said in ranks4.run(nccl_jobs.why_split_groups_fail, cell):
-        assert "would wait forever: the default group has a device" in said
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_the_rules_are_kept(ranks2: Ranks, rule: str) -> None:
     ranks2.run(nccl_jobs.assert_rule, rule, seconds=SECONDS)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
-from scaffolding.everything import ROWS, WIDTH, Layer, everything, everything_goes
+from scaffolding.everything import ROWS, WIDTH, Layer, everything_goes
 from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
 
@@ -51,13 +51,6 @@ def curve(rank: int, clip: float, options: dict[str, Any]) -> tuple[list[float],
     return losses, norms, held
 
 
-@everything_goes
-def verify_everything(rank: int, options: dict[str, Any]) -> tuple[bool, str]:
-    model, x, y = everything()
-    report = penstock.verify(model, (x,), target=y, loss_fn=squared_error, **options)
-    return report.ok, report.summary()
-
-
 HERE = {"ranks": 1, "stages_per_rank": 4, "schedule": "gpipe"}
 TWO = {"schedule": "interleaved-1f1b", "stages_per_rank": 2}
 FOUR = {"schedule": "1f1b"}
@@ -76,11 +69,3 @@ def test_one_curve_of_losses_at_one_two_and_four_ranks(ranks2: Ranks, ranks4: Ra
         found = {name: tensor for part in parts for name, tensor in part[2].items()}
         assert found.keys() == held.keys()
         assert all(torch.equal(found[name], held[name]) for name in held)
-
-
-def test_bits_of_one_device(ranks2: Ranks) -> None:
-    """The weight that is used at both ends is summed over ranks, and close."""
-    asked: dict[str, Any] = {"schedule": "zb-h1", "microbatches": 5, "exact": True, "transport": "distributed"}
-    asked |= {"recompute": {0: 2, 1: "except_last"}, "offload": {1: True}, "deferred_batch_norm": True}
-    for ok, summary in ranks2.run(verify_everything, asked):
-        assert ok, summary

@@ -9,7 +9,6 @@ import mesh_jobs
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
 
 import penstock
 from distributed import jobs
@@ -22,7 +21,6 @@ from penstock.runtime.transport.staging import StagedTransport
 from penstock.testing import check_transport
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding import stand_in
-from scaffolding.models import Case
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
 from scaffolding.small import batch, mlp
@@ -36,40 +34,6 @@ STAGED: dict[str, Any] = {"devices": DEVICE, "transport": "staged"}
 
 STEADY = 3
 """After so many steps all is known that a pipeline learns while it runs."""
-
-
-class Begin(nn.Linear):
-    """Makes what one tensor after another is made of: a number, nothing, rows that are one, other dtypes."""
-
-    def forward(self, x: Tensor) -> dict[str, Tensor]:
-        x = super().forward(x)
-        spread = x.mean(1, keepdim=True).expand(-1, 9)
-        return {"x": x, "mean": x.mean(), "empty": x[:, :0], "spread": spread, "half": x.bfloat16(), "turned": x + 0j}
-
-
-class Pass(nn.Linear):
-    """Passes them on, most of them as they are."""
-
-    def forward(self, values: dict[str, Tensor]) -> dict[str, Tensor]:  # type: ignore[override]
-        x = super().forward(values["x"]) + values["spread"] * values["mean"] + values["half"]
-        return {**values, "x": x, "half": values["half"] * 2, "turned": values["turned"] * 1j}
-
-
-class End(nn.Linear):
-    """Uses all of them."""
-
-    def forward(self, values: dict[str, Tensor]) -> Tensor:  # type: ignore[override]
-        x = super().forward(values["x"]) + values["mean"] + values["spread"] + values["half"].float()
-        return x + values["turned"].abs() + values["empty"].sum()
-
-
-def odd() -> Case:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = [Begin(9, 9), Pass(9, 9), Pass(9, 9), End(9, 9)]
-    return Case(layers, (torch.randn(8, 9),), {}, torch.randn(8, 9), F.mse_loss)
-
-
-jobs.TASKS["odd"] = odd
 
 
 def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, list[str]]:
@@ -161,7 +125,6 @@ def refused(rank: int, options: list[dict[str, Any]]) -> str:
 SHORT = [("zb-h1", "deep_with_dropout")]
 """It has a tie and a value that every stage uses."""
 LONG = [
-    ("1f1b", "odd"),
     ("dualpipe", "tied_gpt_with_dropout"),
     ("zb-v", "in_place"),
     ("gpipe", "convnet"),

@@ -22,12 +22,6 @@ class Found(NamedTuple):
     wrong: list[tuple[str, str, str, int]]
 
 
-def _gradient(pipe: penstock.Pipeline, name: str) -> None:
-    grad = dict(pipe.named_parameters())[name].grad
-    assert grad is not None
-    grad.view(-1)[0] += 1.0
-
-
 def _no_gradient(pipe: penstock.Pipeline, name: str) -> None:
     dict(pipe.named_parameters())[name].grad = None
 
@@ -37,7 +31,6 @@ def _buffer(pipe: penstock.Pipeline, name: str) -> None:
 
 
 SPOILS: dict[str, Callable[[penstock.Pipeline, str], None]] = {
-    "gradient": _gradient,
     "no gradient": _no_gradient,
     "buffer": _buffer,
 }

@@ -41,7 +41,6 @@ CPU_SECONDS = {
     "tests/distributed/test_weights.py": 5,
     "tests/distributed/test_saving.py": 10,
     "tests/distributed/test_endings.py": 10,
-    "tests/testing/test_bad_network_kit.py": 10,
     "tests/cli/test_shut_folders.py": 5,
     "tests/integrations/test_lightning.py": 45,
     "tests/integrations/test_trainer.py": 20,

@@ -14,10 +14,7 @@ from pathlib import Path
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock.distributed.launch.endings import RankFailure
-from penstock.distributed.launch.processes import Outcome, explain_end
 from penstock.network import nodes, reaper
-from penstock.network.scenario import read_scenario
 from penstock.testing import BadNetwork
 from penstock.testing import bad_network as make
 
@@ -30,16 +27,6 @@ print("rank", rank, *sys.argv[1:], file=sys.stderr if rank == "1" else sys.stdou
 if "stay" in sys.argv:
     time.sleep(600)
 sys.exit(4 if rank == "1" and "fail" in sys.argv else 0)
-"""
-
-TRAINER = """
-import time
-from penstock.distributed.launch.step_file import announcer
-announce = announcer()
-if announce is not None:  # on rank 0
-    for step in range(3):
-        announce(step)
-        time.sleep(0.5)
 """
 
 USER = """
@@ -86,27 +73,6 @@ def test_job_that_takes_too_long_is_ended(bad_network: MakesNetworks, tmp_path: 
         while left := list(reaper._processes(network.machines.id, network.machines.hosts, [])):
             assert time.monotonic() < deadline, left
             time.sleep(0.05)
-
-
-@pytest.mark.long  # scenarios: network/test_scenario.py; on hosts: network/fabric/test_bad_links.py
-@pytest.mark.distributed
-def test_who_plays_a_scenario_sees_a_jobs_steps(bad_network: MakesNetworks, tmp_path: Path) -> None:
-    script, scenario = tmp_path / "script.py", tmp_path / "scenario.toml"
-    script.write_text(TRAINER)
-    scenario.write_text("".join(f'[[event]]\nat = "step {step}"\nlink = "{step + 1}mbit"\n' for step in range(3)))
-    with bad_network(2, "10mbit", scenario=scenario) as network:
-        events = read_scenario(scenario, network.machines.topology, 2)
-        ended = nodes.run(nodes.Job((str(script),), 2, 2), network.machines, events=events)
-    assert (ended.status, ended.message) == (0, "")
-    assert [one.step for one in ended.happened] == [0, 1, 2]
-
-
-def test_first_of_several_failures_is_the_jobs(tmp_path: Path) -> None:
-    path = tmp_path / "failures"
-    for failure in (RankFailure(0, 1, 500), RankFailure(3, -9, 200), RankFailure(2, 5, 300)):
-        failure.write(str(path))
-    ended = explain_end(Outcome(1, agent=0, exitcode=1), str(path), ["it"])
-    assert (ended.status, ended.message) == (137, "rank 3 was killed by SIGKILL")
 
 
 def test_what_cannot_be_run_is_refused(bad_network: MakesNetworks, tmp_path: Path) -> None:
