@@ -235,6 +235,27 @@ def test_conformance(ranks2: Ranks, transport: str) -> None:
     )
 
 
+# -- several machines -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.long  # in test_cluster_examples.py machines are two for real, and in test_bad_network.py the network
+def test_ranks_that_are_told_apart_give_the_bits_of_one_device(ranks4: Ranks) -> None:
+    for rank, (neighbors, report) in enumerate(ranks4.run(jobs.on_two_machines)):
+        assert neighbors == [rank ^ 1], "shared memory ends at the machine's edge"
+        assert report[0], report[1]
+
+
+def test_a_rank_whose_clock_is_ahead_is_in_its_place(ranks2: Ranks) -> None:
+    """To half of the shortest of several round trips, on a machine that may be busy."""
+    ahead_seconds, max_wrong_seconds = 5000, 5.0
+    times, others = ranks2.run(jobs.timed_on_another_host, ahead_seconds)
+    assert times == others
+    for microbatch in range(2):
+        for before, after in (("0F", "1F"), ("1F", "1B"), ("1B", "0B")):
+            (_, ended), (started, _) = times[f"{before}{microbatch}"], times[f"{after}{microbatch}"]
+            assert -max_wrong_seconds < started - ended < ahead_seconds / 2
+
+
 def test_a_pool_says_what_a_rank_raised(ranks2: Ranks) -> None:
     """Else every test of this file could pass because nothing ran."""
     with pytest.raises(RanksError, match="KeyError: 'no such model'"):

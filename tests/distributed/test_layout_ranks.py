@@ -11,7 +11,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import penstock
 from scaffolding.ranks import Ranks
-from scaffolding.representatives import long_after
 from test_layouts import DIMS, batch, by_graphs, entropy, graph_net, graphs, recurrent
 
 pytestmark = pytest.mark.distributed
@@ -45,21 +44,9 @@ def replicas(rank: int) -> tuple[bool, str]:
     return report.ok, report.summary()
 
 
-def train_and_predict(rank: int) -> list[Any]:
-    """Steps of changing batches, of which each rank passes only what it needs; and predictions, on every rank."""
-    args, kwargs, target = batch()
-    found: list[Any] = []
-    with penstock.pipeline(recurrent(), args, kwargs, loss=entropy, batch_dims=DIMS, microbatches=4) as pipe:
-        for many in (11, 3, 11):
-            args, kwargs, target = batch(many)
-            given = (args, kwargs) if pipe.needs_inputs else ((), {})
-            result = pipe.step(*given[0], target=target if pipe.needs_targets else None, **given[1])
-            found += [float(result.loss), pipe.predict(*given[0], outputs="all", **given[1])["logits"]]
-    return found
-
-
 def train_graphs(rank: int) -> list[Any]:
-    """The same with a function that cuts, which looks at inputs and targets on both ends."""
+    """Steps of changing batches, of which each rank passes only what it needs, and predictions, on every rank. The
+    function that cuts looks at inputs and targets on both ends."""
     args, target = graphs()
     found: list[Any] = []
     options: dict[str, Any] = {"loss": F.cross_entropy, "split_fn": by_graphs, "microbatches": 4}
@@ -84,17 +71,10 @@ def test_replicas_with_the_batch_in_dimension_1(ranks4: Ranks) -> None:
         assert ok, summary
 
 
-@pytest.mark.parametrize("job", long_after(1, train_graphs, train_and_predict))
-def test_changing_batches_are_those_of_one_process(ranks3: Ranks, job: object) -> None:
-    """Of tensors, in every run: test_layouts.py, in one process."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        alone = job(0)  # type: ignore[operator]
-    finally:
-        torch.set_num_threads(threads)
-    for rank, found in enumerate(ranks3.run(job)):  # type: ignore[arg-type]
+def test_changing_batches_are_those_of_one_process(ranks3: Ranks) -> None:
+    """Of tensors: test_layouts.py, in one process."""
+    alone = train_graphs(0)
+    for rank, found in enumerate(ranks3.run(train_graphs)):
         for mine, other in zip(found[:6], alone[:6], strict=True):
             assert torch.equal(torch.as_tensor(mine), torch.as_tensor(other))
-        if job is train_graphs:
-            assert found[6] == ((True, True), (False, False), (True, True))[rank]
+        assert found[6] == ((True, True), (False, False), (True, True))[rank]

@@ -11,67 +11,45 @@ import torch
 
 from scaffolding import memory_held
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
 BOUND = 0.10
 
-KINDS: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "float32": (torch.float32, {}),
-    "bfloat16": (torch.bfloat16, {}),
-    "gradients in float32": (torch.bfloat16, {"grad_dtype": torch.float32}),
-}
-# In this order: after another case in bfloat16 the same processes hold less than a new one does.
-CASES = [("gpipe", "always", "float32"), ("1f1b", "always", "bfloat16"), ("zb-h1", "never", "gradients in float32")]
-
-
-@pytest.mark.long  # below: what `inspect` predicts beside a plan
-@pytest.mark.parametrize("case", CASES, ids=", ".join)
-def test_a_rank_needs_what_was_predicted(ranks2: Ranks, case: tuple[str, str, str]) -> None:
-    schedule, recompute, kind = case
-    dtype, more = KINDS[kind]
-    options = {"schedule": schedule, "recompute": recompute, "balance": "flops", **more}
-    ahead = memory_held.predicted(dtype, 2, options)
-    measured = ranks2.run(memory_held.held, dtype, options)
-    assert len(ahead) == 2
-    for rank, (one, other) in enumerate(zip(ahead, measured, strict=True)):
-        assert abs(one / other - 1) <= BOUND, f"rank {rank}: predicted {one:,}, measured {other:,}"
-
-
-PLANNED = [("gpipe", 1, "untied"), ("interleaved-1f1b", 2, "untied"), ("zb-v", 2, "tied")]
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case == ("zb-v", 2, "tied") else pytest.mark.long, id=", ".join(map(str, case)))
-        for case in PLANNED
-    ],
-)
-def test_a_rank_needs_what_its_plan_says(ranks2: Ranks, case: tuple[str, int, str]) -> None:
-    schedule, chunks, words = case
-    plan, needed = memory_held.planned(torch.float32, 2, schedule, chunks, words)
-    options = {"schedule": schedule, "stages_per_rank": chunks, "cuts": list(plan.cuts)}
-    seen = memory_held.predicted(torch.float32, 2, options, words)
-    measured = ranks2.run(memory_held.held, torch.float32, options, words)
-    for rank, (ahead, by_inspect, other) in enumerate(zip(needed, seen, measured, strict=True)):
-        text = f"rank {rank}: planned {ahead:,.0f}, inspected {by_inspect:,}, measured {other:,}"
-        assert abs(ahead / other - 1) <= BOUND, text
-        assert abs(by_inspect / other - 1) <= BOUND, text
-
-
-OTHER_KINDS = [
-    ("1f1b", "convolutions"),
-    ("gpipe", "lstm"),
+FLOAT, HALF = torch.float32, torch.bfloat16
+INSPECTED: list[tuple[torch.dtype, dict[str, Any]]] = [
+    (FLOAT, {"schedule": "gpipe", "recompute": "always"}),
+    (HALF, {"schedule": "1f1b", "recompute": "always"}),
+    (HALF, {"schedule": "zb-h1", "grad_dtype": FLOAT}),
+]
+"""In this order: after another case in bfloat16 the same processes hold less than a new one does."""
+PLANNED = [
+    *(("zb-v", 2, "tied"), ("gpipe", 1, "untied"), ("interleaved-1f1b", 2, "untied")),
+    *(("1f1b", 1, "convolutions"), ("gpipe", 1, "lstm")),
 ]
 """With GPipe, convolutions need 12% less: a plan counts a loss like cross entropy, and this one keeps nothing more."""
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("schedule", "kind"), OTHER_KINDS)
-def test_a_plan_knows_what_kernels_take(ranks2: Ranks, schedule: str, kind: str) -> None:
-    plan, needed = memory_held.planned(torch.float32, 2, schedule, 1, kind)
-    options = {"schedule": schedule, "cuts": list(plan.cuts)}
-    measured = ranks2.run(memory_held.held, torch.float32, options, kind)
-    for rank, (ahead, other) in enumerate(zip(needed, measured, strict=True)):
-        assert abs(ahead / other - 1) <= BOUND, f"rank {rank}: planned {ahead:,.0f}, measured {other:,}"
+def check(measured: list[int], **ahead: list[float]) -> None:
+    for how, predicted in ahead.items():
+        for rank, (one, other) in enumerate(zip(predicted, measured, strict=True)):
+            assert abs(one / other - 1) <= BOUND, f"rank {rank}: {how} {one:,.0f}, measured {other:,}"
+
+
+@pytest.mark.long  # below: what `inspect` predicts beside a plan
+@pytest.mark.parametrize(("dtype", "options"), INSPECTED, ids=str)
+def test_a_rank_needs_what_was_predicted(ranks2: Ranks, dtype: torch.dtype, options: dict[str, Any]) -> None:
+    options = {"balance": "flops", **options}
+    ahead = memory_held.predicted(dtype, 2, options)
+    check(ranks2.run(memory_held.held, dtype, options), inspected=[*map(float, ahead)])
+
+
+@pytest.mark.parametrize(("schedule", "chunks", "words"), long_after(1, *PLANNED))
+def test_a_rank_needs_what_its_plan_says(ranks2: Ranks, schedule: str, chunks: int, words: str) -> None:
+    plan, needed = memory_held.planned(FLOAT, 2, schedule, chunks, words)
+    options = {"schedule": schedule, "stages_per_rank": chunks, "cuts": list(plan.cuts)}
+    ahead = {"planned": needed}
+    if "tied" in words:
+        ahead["inspected"] = [*map(float, memory_held.predicted(FLOAT, 2, options, words))]
+    check(ranks2.run(memory_held.held, FLOAT, options, words), **ahead)

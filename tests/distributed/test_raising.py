@@ -42,37 +42,22 @@ CASES = {
 }
 
 
-@pytest.fixture(scope="module")
-def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[int, str]]]:
-    """For each case and rank: exit status and output."""
-    folder = tmp_path_factory.mktemp("raising")
-    statuses = answer_of(Path(__file__).with_name("raising.py"), folder, str(RANKS), *CASES)
-    return {
-        case: [(status, log_of(folder, case, rank).read_text()) for rank, status in enumerate(statuses[case])]
-        for case in CASES
-    }
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_rank_that_raised_raises_its_own_error(logs: dict[str, list[tuple[int, str]]], case: str) -> None:
-    status, log = logs[case][CASES[case].rank]
-    assert status == 1, log
-    assert f"raised {CASES[case].own}" in log
-    if case != "user":
-        assert f"penstock: on rank {CASES[case].rank}" in log
-        assert "again RankFailedError" in log  # and the pipeline cannot be used any more
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_others_end_with_the_rank_and_the_cause(logs: dict[str, list[tuple[int, str]]], case: str) -> None:
-    for rank, (status, log) in enumerate(logs[case]):
-        if rank != CASES[case].rank:
-            assert status not in (0, -9), f"{case}, rank {rank}: {log}"
-            assert CASES[case].cause in log, f"{case}, rank {rank}: {log}"
-            assert f"rank {CASES[case].rank}" in log, f"{case}, rank {rank}: {log}"
-
-
-def test_nothing_is_sent_of_what_was_refused(logs: dict[str, list[tuple[int, str]]]) -> None:
-    _, log = logs["dtype"][0]
+def test_all_end_with_the_rank_that_raised_and_its_cause(tmp_path: Path) -> None:
+    statuses = answer_of(Path(__file__).with_name("raising.py"), tmp_path, str(RANKS), *CASES)
+    for case, (victim, own, cause) in CASES.items():
+        for rank, status in enumerate(statuses[case]):
+            log = log_of(tmp_path, case, rank).read_text()
+            about = f"{case}, rank {rank}: {log}"
+            if rank == victim:
+                assert status == 1, about
+                assert f"raised {own}" in log, about
+                if case != "user":
+                    assert f"penstock: on rank {rank}" in log, about
+                    assert "again RankFailedError" in log, "the pipeline cannot be used any more"
+            else:
+                assert status not in (0, -9), about
+                assert cause in log, about
+                assert f"rank {victim}" in log, about
+    log = log_of(tmp_path, "dtype", 0).read_text()
     assert "float64[2, 4] with strides [4, 1]; float32[2, 4] with strides [4, 1] was agreed on in the first step" in log
     assert "Nothing was sent" in log

@@ -39,22 +39,6 @@ def run(ranks: Ranks, mesh: Any, how: str, steps: int = 1, **options: Any) -> li
     return SEEN[asked]
 
 
-@pytest.mark.parametrize(
-    ("schedule", "how"), long_after(1, ("zb-h1", "every_block"), ("interleaved-1f1b", "whole_stage"))
-)
-def test_fsdp_gives_the_gradients_of_replicas(ranks4: Ranks, schedule: str, how: str) -> None:
-    options = {"schedule": schedule, "microbatches": 6}
-    plain, sharded = run(ranks4, DP, "", **options), run(ranks4, DP, how, **options)
-    assert all(rank.sharded for rank in sharded)
-    assert not any(rank.sharded for rank in plain)
-    expected, got = together(plain, "gradients"), together(sharded, "gradients")
-    assert got.keys() == expected.keys()
-    assert len(got) == 4 * 6 + 2
-    for name, gradient in got.items():
-        assert close(gradient, expected[name]), name
-    assert torch.equal(sharded[0].losses[0], plain[0].losses[0])
-
-
 def test_a_loss_may_update_a_view_in_place_under_fsdp(ranks4: Ranks) -> None:
     """Torch's hook on the output would be lost, and, where nothing else calls it (a single stage), all gradients."""
     for sharded, plain in zip(
@@ -96,18 +80,6 @@ def test_a_rank_holds_its_share_of_its_stage_between_steps(ranks4: Ranks) -> Non
     for mine, stage, whole in ranks4.run(shard_jobs.memory):
         assert stage < whole
         assert mine <= stage / 2 + 8
-
-
-@pytest.mark.long  # the next test has the same policy
-def test_mixed_precision_of_fsdp(ranks4: Ranks) -> None:
-    """FSDP takes a gradient away, to add it up in the reduction's dtype, after each backward that does not reduce."""
-    options = {"schedule": "1f1b", "dropout": 0.0, "microbatches": 6}
-    plain, half = run(ranks4, DP, "", **options), run(ranks4, DP, "half_precision", **options)
-    expected = together(plain, "gradients")
-    for name, gradient in together(half, "gradients").items():
-        assert close(gradient, expected[name], 0.1), name
-        assert gradient.dtype is torch.float32
-    assert not torch.equal(half[0].losses[0], plain[0].losses[0])
 
 
 def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) -> None:

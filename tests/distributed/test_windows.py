@@ -206,14 +206,3 @@ def test_a_gather_is_on_its_way_while_the_action_before_runs(ranks4: Ranks) -> N
     computing = [action for action in row[ahead:] if action.op.is_compute]
     assert [str(action) for action in computing[:2]] == ["0F2", "2F0"]
     assert seen.gathered[2:4] == [(0, frozenset({0})), (1, frozenset({1}))], "by the rank's own numbers: 0 and 2"
-
-
-@pytest.mark.long  # test_combined.py has such replicas
-def test_replicas_with_fewer_rows_gather_alike(ranks4: Ranks) -> None:
-    options, window = case("interleaved-1f1b", 3, 2).values
-    for one, other in zip(run(ranks4, None, (6, 2), **options), run(ranks4, window, (6, 2), **options), strict=True):
-        same_bits(one, other)
-        assert all(stage in there and len(there) <= window for stage, there in other.gathered)
-    assert other.timeline is not None
-    ran = {action.microbatch for track in other.timeline.tracks for action in track.actions if action.op.is_compute}
-    assert ran == {0, 1}, "two rows make two microbatches, where the other replica has three"
