@@ -68,13 +68,7 @@ def train(rank: int, ranks: int | None, schedule: str) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "schedule"),
-    long_after(
-        1,
-        ("gpt2", 2, "zb-v"),
-        ("gpt2", 4, "1f1b"),
-        ("gpt2", 2, "dualpipe-v"),
-        ("llama", 2, "zb-h1"),
-    ),
+    long_after(1, ("gpt2", 2, "zb-v"), ("gpt2", 4, "1f1b"), ("gpt2", 2, "dualpipe-v"), ("llama", 2, "zb-h1")),
 )
 def test_adapters_have_the_gradients_of_one_device(name: str, ranks: int, schedule: str) -> None:
     case = adapted(name, lora_dropout=0.2)

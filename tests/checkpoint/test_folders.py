@@ -130,11 +130,7 @@ def test_the_last_ones_are_kept(tmp_path: Path, keep: int | None, left: list[int
         save(tmp_path, step, str(step), keep=None)
     save(tmp_path, 9, "9", keep)
     assert sorted(path.name for path in tmp_path.iterdir()) == [folders.folder_name(step) for step in left]
-
-
-def test_what_was_just_written_is_kept_even_if_another_is_of_more_steps(tmp_path: Path) -> None:
-    save(tmp_path, 9, "of another run")
-    save(tmp_path, 2, "new")
+    save(tmp_path, 2, "just written, though another is of more steps")
     assert (tmp_path / "step-00000002").exists()
 
 
@@ -161,15 +157,11 @@ def test_the_new_one_counts_before_the_one_that_was_put_aside_for_it(tmp_path: P
     assert text_of(latest(tmp_path)) == "new"
 
 
-def test_a_copy_that_was_broken_off_is_never_found(tmp_path: Path) -> None:
+def test_a_copy_that_was_broken_off_is_never_found_and_one_that_is_named_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").mkdir()
     assert latest(tmp_path) is None
     save(tmp_path, 1, "old")
     assert text_of(latest(tmp_path)) == "old"
-
-
-def test_one_that_is_named_must_be_there(tmp_path: Path) -> None:
-    save(tmp_path, 1, "old")
     assert find(tmp_path) == find(tmp_path / "step-00000001") == tmp_path / "step-00000001"
     assert find(tmp_path / "elsewhere") is None
     with pytest.raises(ArgumentError, match=r"no complete checkpoint .*step-00000002; its folder has step-00000001"):

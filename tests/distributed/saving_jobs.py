@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoint_jobs import Shadow
 from jobs import TASKS
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -68,6 +67,19 @@ def writing(act: Callable[[], None]) -> Iterator[None]:
         yield
     finally:
         FileSystemWriter.write_data = write  # type: ignore[method-assign]
+
+
+class Shadow:
+    """An object with nothing but a state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 class Container(torch.optim.SGD):

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import checkpoint_jobs as jobs
+import numpy as np
 import pytest
 import torch
-from checkpoint_jobs import Trained
+from jobs import TASKS
+from saving_jobs import Shadow
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
+import penstock
+from penstock import checkpoint
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
 
@@ -25,6 +30,100 @@ SPLITS: dict[str, tuple[int, dict[str, Any]]] = {
 }
 STEPS, SAVED = 4, 2
 
+Trained = tuple[list[float], dict[str, torch.Tensor]]
+"""The losses of the steps, and what this process holds after them."""
+
+SCALE = 2.0**15
+
+
+def trained(
+    rank: int, options: dict[str, Any], name: str, steps: int, folder: Path | None = None, save_at: int | None = None
+) -> Trained:
+    """Trains until `steps` steps have been taken, from a checkpoint if there is one, and saves after `save_at`.
+
+    All that a script may have is saved and loaded: two optimizers, each of which has a schedule, averages, a scaler,
+    and the process's own generators, of which inputs get noise.
+    """
+    del rank
+    random.seed(3)
+    np.random.seed(3)
+    task = TASKS[name]()
+    torch.manual_seed(3)
+    with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=4, seed=0, **options) as pipe:
+        matrices = pipe.parameter_groups(lambda _, p: {} if p.dim() > 1 else None)
+        vectors = pipe.parameter_groups(lambda _, p: None if p.dim() > 1 else {})
+        optimizers = {"matrices": torch.optim.SGD(matrices, 1e-2, 0.9), "rest": torch.optim.AdamW(vectors, lr=1e-2)}
+        schedulers = [torch.optim.lr_scheduler.ExponentialLR(one, 0.7) for one in optimizers.values()]
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.zeros(()))  # its tensors are made at its first use
+        averages = Averages(pipe)
+        others = {"schedulers": schedulers, "scaler": scaler, "generators": checkpoint.RngState(), **averages.others()}
+        if folder is not None and save_at is None:
+            for draw in (random.random, np.random.random, lambda: torch.rand(5)):
+                draw()  # a program that starts in another way
+            restored = checkpoint.load(folder, pipe, optimizers, stateful=others)
+            assert restored is not None
+            assert restored.extra == {"batches": restored.step}
+            assert [one.last_epoch for one in schedulers] == [restored.step] * 2
+            assert averages.listed.state["optimization_step"] == restored.step
+            assert scaler.get_scale() == SCALE
+        losses = []
+        while pipe.step_count < steps:
+            (x,), noise = task.args, random.random() + np.random.random() + float(torch.rand(()))
+            losses.append(float(pipe.step(x + noise if x.is_floating_point() else x, target=task.target).loss))
+            pipe.clip_grad_norm_(0.5)
+            for optimizer, scheduler in zip(optimizers.values(), schedulers, strict=True):
+                optimizer.step()
+                optimizer.zero_grad()
+                scheduler.step()
+            averages.update(pipe)
+            if pipe.step_count == save_at:
+                assert folder is not None
+                scaler.update(SCALE)
+                checkpoint.save(folder, pipe, optimizers, stateful=others, extra={"batches": pipe.step_count})
+        return losses, {name: tensor.clone() for name, tensor in (pipe.state_dict() | averages.held(pipe)).items()}
+
+
+class Averages:
+    """An average of the weights in each form that is published, updated as their authors do."""
+
+    def __init__(self, pipe: penstock.Pipeline) -> None:
+        self.model = AveragedModel(pipe.model, multi_avg_fn=get_ema_multi_avg_fn(0.5), use_buffers=True)
+        self.by_name = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+        self.nested = Shadow({"decay": 0.5, "shadow": {name: p.clone() for name, p in self.by_name.items()}})
+        self.listed = Shadow({"optimization_step": 0, "shadow_params": [p.detach().clone() for p in pipe.parameters()]})
+        self.whole = Shadow({"shadow_params": [p.detach().clone() for p in pipe.model.parameters()]})
+
+    def update(self, pipe: penstock.Pipeline) -> None:
+        self.model.update_parameters(pipe.model)
+        for tensors in (self.by_name, self.nested.state["shadow"]):
+            for name, parameter in pipe.named_parameters():
+                tensors[name].lerp_(parameter.detach(), 0.5)
+        for shadow, parameters in ((self.listed, pipe.parameters()), (self.whole, pipe.model.parameters())):
+            for mine, parameter in zip(shadow.state["shadow_params"], parameters, strict=True):
+                mine.sub_(0.5 * (mine - parameter.detach()))
+        self.listed.state["optimization_step"] += 1
+
+    def others(self) -> dict[str, Any]:
+        return {
+            "model": self.model,
+            "averages": [self.by_name, self.nested],
+            "lists": {"a": self.listed, "b": self.whole},
+        }
+
+    def held(self, pipe: penstock.Pipeline) -> dict[str, torch.Tensor]:
+        """Every average's tensors of this process, by the average and the parameter."""
+        found = {f"model {n}": t for n, t in self.model.state_dict().items() if not t.is_meta}
+        found |= {f"by name {name}": tensor for name, tensor in self.by_name.items()}
+        found |= {f"nested {name}": tensor for name, tensor in self.nested.state["shadow"].items()}
+        for what, shadow, parameters in (
+            ("listed", self.listed, dict(pipe.named_parameters())),
+            ("whole", self.whole, dict(pipe.model.named_parameters())),
+        ):
+            pairs = zip(parameters, shadow.state["shadow_params"], strict=True)
+            found |= {f"{what} {name}": tensor for name, tensor in pairs if not tensor.is_meta}
+        return {key: tensor.detach().clone() for key, tensor in found.items()}
+
 
 @pytest.fixture
 def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
@@ -32,7 +131,7 @@ def train(ranks2: Ranks, ranks4: Ranks) -> Callable[..., Trained]:
 
     def run(split: str, *args: Any) -> Trained:
         n, options = SPLITS[split]
-        every = [jobs.train(0, options, *args)] if n == 1 else pools[n].run(jobs.train, options, *args)
+        every = [trained(0, options, *args)] if n == 1 else pools[n].run(trained, options, *args)
         held: dict[str, torch.Tensor] = {}
         for losses, part in every:
             assert losses == every[0][0], "every rank knows the loss"

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import penstock
 from scaffolding.by_hand import step_by_hand
+from scaffolding.compared import differences
 from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
 from scaffolding.small import WIDTH
@@ -110,25 +111,17 @@ def same_as_by_hand(rank: int, name: str, options: dict[str, Any]) -> list[str]:
     with penstock.pipeline(model, (x,), loss=squared_error, ranks=2, **{"cuts": ["1"], **options}) as pipe:
         for step in range(STEPS):
             x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-            pipe.train()
-            result = pipe.step(x, target=y, outputs=True)
+            result = pipe.train().step(x, target=y, outputs=True)
             expected = step_by_hand(reference, (x,), y, squared_error, options["microbatches"])
-            if not torch.equal(result.loss, expected.total):
-                found.append(f"step {step}: loss {result.loss} {expected.total}")
+            found += [f"step {step}: {what}" for what in differences(pipe, reference, expected.total, result)]
             if pipe.has_outputs and not all(map(torch.equal, result.outputs, expected.outputs)):
                 found.append(f"step {step}: outputs")
-            theirs = dict(reference.named_parameters())
-            found += [f"step {step}: {n}" for n, p in pipe.named_parameters() if not same(p.grad, theirs[n].grad)]
             with torch.no_grad():
                 plain = torch.cat([reference(piece.clone()).clone() for piece in x.chunk(options["microbatches"])])
             predicted = pipe.predict(x)
             if pipe.has_outputs and not torch.equal(predicted, plain):
                 found.append(f"step {step}: {(predicted != plain).any(1).sum()} predictions")
     return found
-
-
-def same(one: Tensor | None, other: Tensor | None) -> bool:
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def sent(rank: int, first: nn.Module) -> int:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import penstock
 from penstock.distributed.launch.agent import TAG, kill_remaining
+from scaffolding.warm_scripts import lines_of_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
 OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
@@ -38,33 +37,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def losses(done: subprocess.CompletedProcess[str]) -> list[tuple[int, str]]:
+def losses(printed: Iterable[str]) -> list[tuple[int, str]]:
     """The steps, each with its loss to the bit."""
-    words = [line.split() for line in done.stdout.splitlines() if line.startswith("bits")]
+    words = [line.split() for line in printed if line.startswith("bits")]
     return [(int(step), loss) for _, step, loss in words]
-
-
-@pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """The same of a run in this process that nothing happens to."""
-    step, found = penstock.Pipeline.step, []
-
-    def noted(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        found.append((self.step_count, float(result.loss).hex()))
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(penstock.Pipeline, "step", noted)
-        patch.setattr(sys, "argv", [str(EXAMPLE), *OPTIONS, str(tmp_path / "whole")])
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return found
 
 
 @pytest.mark.long  # test_saving.py kills a rank and goes on, test_failure.py restarts a job
 @pytest.mark.distributed
-def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[tuple[int, str]]) -> None:
+def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path) -> None:
     (tmp_path / "falls.py").write_text(FALLS)
+    whole = losses(lines_of_script(tmp_path / "falls.py", EXAMPLE, *OPTIONS, tmp_path / "whole"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", TAG: str(tmp_path)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [sys.executable, *torchrun, "falls.py", str(EXAMPLE), *OPTIONS, "broken"]
@@ -76,7 +59,7 @@ def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[
     finally:
         kill_remaining(str(tmp_path))
     assert done.returncode == 0, done.stderr
-    seen = losses(done)
+    seen = losses(done.stdout.splitlines())
     again = seen[7][0]
     assert again in (4, 7), "that of step 6 may not have been whole"
     assert [step for step, _ in seen] == [*range(1, 8), *range(again, 11)]

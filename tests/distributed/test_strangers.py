@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -75,80 +75,58 @@ def has_ended(server: HeartbeatServer) -> bool:
     return not server._thread.is_alive()
 
 
-BEFORE_THE_TOKEN = {
-    "long": b"x" * 513,
-    "JSON": b'{"rank": 0, "token": "guess", "beat": 1}\n',
-    "other token": b"0" * 32 + b" 0\n",
-    "not text": b"\xff\xfe\x00\xd8 0\n",
-}
+BEFORE_THE_TOKEN = (
+    b"x" * 513,
+    b'{"rank": 0, "token": "guess", "beat": 1}\n',
+    b"0" * 32 + b" 0\n",
+    b"\xff\xfe\x00\xd8 0\n",
+)
 RANKS_THERE_ARE_NOT = ("", "-1", "2", "9" * 400, "\N{SUPERSCRIPT TWO}")
+FROM_A_RANK: list[bytes | dict[str, Any]] = [
+    DEEP,
+    b'"' + b"x" * (1 << 20) + b"y" * (1 << 17),
+    b'{"beat": [',
+    {"asked": float("inf")},
+    {"beat": [["", [7]], 0, False, None]},  # peers
+    {"beat": [""]},
+    {"join": ["m", "../../../proc/self", "1"]},
+    {"failure": Failure(7, None, "x")},
+    {"failure": [0, None, "x", ["raised"]]},
+]
 
 
-@pytest.mark.parametrize("sent", BEFORE_THE_TOKEN.values(), ids=BEFORE_THE_TOKEN.keys())
-def test_nothing_of_a_connection_without_the_token_is_parsed(
-    served: Served, monkeypatch: pytest.MonkeyPatch, sent: bytes
+def test_nothing_of_a_connection_without_the_token_and_a_rank_is_parsed(
+    served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     parsed: list[Any] = []
-    monkeypatch.setattr(heartbeat_server, "parse", lambda lines: parsed.extend(lines) or [])
-    assert served.drops(sent)
-    assert parsed == []
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(heartbeat_server, "parse", lambda lines: parsed.extend(lines) or [])
+        for sent in BEFORE_THE_TOKEN:
+            assert served.drops(sent), sent
+        for number in RANKS_THERE_ARE_NOT:
+            assert served.drops(f"{served.token} {number}\n{{}}\n".encode()), number
+        assert parsed == []
     assert served.serves()
 
 
-def test_the_token_alone_admits_only_the_ranks_there_are(served: Served) -> None:
-    for number in RANKS_THERE_ARE_NOT:
-        assert served.drops(f"{served.token} {number}\n".encode()), number
-        assert served.drops(f"{served.token} {number}\n{{}}\n".encode()), number
-    assert served.serves()
+def test_what_a_rank_should_not_send_ends_its_connection_only(served: Served) -> None:
+    for sent in FROM_A_RANK:
+        line = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
+        assert served.drops(f"{served.token} 0\n".encode() + line + b"\n"), line[:99]
+        assert served.serves()
 
 
-def beat(*words: Any) -> dict[str, Any]:
-    return {"beat": list(words)}
-
-
-FROM_A_RANK = {
-    "deep": DEEP,
-    "long": b'"' + b"x" * (1 << 20) + b"y" * (1 << 17),
-    "half": b'{"beat": [',
-    "infinite asked": {"asked": float("inf")},
-    "strange peers": beat(["", [7]], 0, False, None),
-    "short": beat(""),
-    "no pid": {"join": ["m", "../../../proc/self", "1"]},
-    "whose failure": {"failure": Failure(7, None, "x")},
-    "kind": {"failure": [0, None, "x", ["raised"]]},
-}
-
-
-@pytest.mark.parametrize("sent", FROM_A_RANK.values(), ids=FROM_A_RANK.keys())
-def test_what_a_rank_should_not_send_ends_its_connection_only(served: Served, sent: bytes | dict[str, Any]) -> None:
-    line = sent if isinstance(sent, bytes) else json.dumps(sent).encode()
-    assert served.drops(f"{served.token} 0\n".encode() + line + b"\n")
-    assert served.serves()
-
-
-def test_hundreds_of_guests_keep_no_rank_out(served: Served) -> None:
-    guests = [served.stranger() for _ in range(300)]
-    try:
-        late = served.join(0)
-        assert served.serves(late)
+def test_hundreds_of_guests_and_a_rank_that_returns_keep_no_rank_out(served: Served) -> None:
+    with ExitStack() as guests:
+        for _ in range(300):
+            guests.enter_context(served.stranger())
+        returned = [served.join(0) for _ in range(12)]
+        for connection in returned:
+            guests.callback(connection.close)
+        assert served.serves(returned[-1])
         assert served.serves()
         assert len(served.server._connections_from(None)) <= 64
-        late.close()
-    finally:
-        for guest in guests:
-            guest.close()
-
-
-def test_a_rank_that_returns_again_and_again_holds_few_connections(served: Served) -> None:
-    returned = [served.join(0) for _ in range(12)]
-    try:
-        assert served.serves(returned[-1])
         assert len(served.server._connections_from(0)) == 4
-        assert served.serves()
-    finally:
-        for connection in returned:
-            connection.close()
 
 
 @pytest.mark.parametrize("how", ["before the token", "after it"])
@@ -224,8 +202,7 @@ def pair() -> tuple[Connection, socket.socket]:
         return Connection(ours), listener.accept()[0]
 
 
-@pytest.mark.parametrize("joining", [False, True])
-@pytest.mark.parametrize("sent", FROM_RANK_0, ids=range(len(FROM_RANK_0)))
+@pytest.mark.parametrize(("sent", "joining"), [*zip(FROM_RANK_0, [False, True] * 2, strict=True)], ids=range(4))
 def test_whatever_answers_in_place_of_rank_0_the_watchdog_lives(
     sent: bytes, joining: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import mse_loss
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.integrations.opentelemetry import export_spans
-from penstock.schedule import Op, add_communication, generate
+from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
 from scaffolding import small
@@ -60,20 +60,14 @@ def check_links(timeline: Timeline, spans: list[Any]) -> None:
         assert sent.attributes["penstock.rank"] != rank
 
 
-def test_receives_link_to_sends() -> None:
-    schedule = add_communication(generate("zb-h1", 3, 4))
-    timeline = simulate(schedule, StageCost(1.0, 0.5, 0.5), LinkCost(0.25))
+def test_receives_of_a_step_of_processes_link_to_sends(ranks2: Ranks) -> None:
+    timeline, *_ = ranks2.run(timed_step)
+    assert any(span.action.op is Op.RECV_B for span in timeline)
     spans = exported(timeline, step=7, end_ns=10**18)
     check_links(timeline, spans)
     (root,) = [one for one in spans if one.parent is None]
     assert (root.name, root.attributes["penstock.step"], root.end_time) == ("step", 7, 10**18)
     assert root.end_time - root.start_time == round(timeline.makespan_seconds * 1e9)
-
-
-def test_a_step_of_processes(ranks2: Ranks) -> None:
-    timeline, *_ = ranks2.run(timed_step)
-    assert any(span.action.op is Op.RECV_B for span in timeline)
-    check_links(timeline, exported(timeline))
 
 
 def test_ranks_that_took_turns_are_refused() -> None:

@@ -93,6 +93,18 @@ def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None
     assert f"penstock: in the script {script}" in error.value.__notes__
 
 
+class Transposed(Posted):
+    """Loses strides."""
+
+    def receive(self, microbatch: int) -> list[Any]:
+        return [part and part.contiguous() for part in super().receive(microbatch)]
+
+
+def test_a_transport_that_loses_strides_is_found() -> None:
+    with pytest.raises(AssertionError, match=r"a tensor arrived with other values|strides .* became"):
+        check_factory(shared_mailbox(lambda *key: key, Transposed))
+
+
 class Late(Posted):
     """Sends a little later, as from a queue of its own, unless it is closed before."""
 
