@@ -8,6 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,8 +22,8 @@ from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
-from scaffolding.models import GPT, Case, ConvNet, InPlace, SkipsTwice, squared_error, token_error
-from scaffolding.models import llama as tiny_llama
+from scaffolding import models
+from scaffolding.models import GPT, Case, squared_error
 from scaffolding.refusals import refusal_of
 
 ROWS = 12
@@ -41,28 +42,11 @@ def dropout() -> Case:
 
 
 def convnet() -> Case:
-    torch.manual_seed(0)
-    return Case(ConvNet(), (torch.randn(ROWS, 3, 6, 6),), {}, torch.randn(ROWS, 3), squared_error)
-
-
-def skips() -> Case:
-    torch.manual_seed(0)
-    return Case(SkipsTwice(9), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
-
-
-def in_place() -> Case:
-    torch.manual_seed(0)
-    return Case(InPlace(), (torch.randn(ROWS, 6),), {}, torch.randn(ROWS, 6), squared_error)
+    return models.convnet(ROWS)
 
 
 def tied_gpt(dropout: float = 0.0) -> Case:
-    torch.manual_seed(0)
-    ids = torch.randint(0, 19, (ROWS, 7))
-    return Case(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
-
-
-def tied_gpt_with_dropout() -> Case:
-    return tied_gpt(0.2)
+    return models.gpt(dropout, ROWS)
 
 
 class Deep(nn.Module):
@@ -84,10 +68,6 @@ def deep_with_dropout() -> Case:
     return Case(Deep(), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
 
 
-def llama() -> Case:
-    return tiny_llama(ROWS)._replace(loss=None)
-
-
 def a_rank_without_parameters() -> Case:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
@@ -102,12 +82,13 @@ def frozen_first_stage() -> Case:
 
 
 TASKS: dict[str, Callable[[], Case]] = {
-    f.__name__: f
-    for f in (
-        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout,
-        deep_with_dropout, llama, a_rank_without_parameters, frozen_first_stage,
-    )
-}  # fmt: skip
+    **{f.__name__: f for f in (mlp, dropout, convnet, tied_gpt, deep_with_dropout, a_rank_without_parameters)},
+    "tied_gpt_with_dropout": partial(tied_gpt, 0.2),
+    "skips": partial(models.skips, ROWS),
+    "in_place": partial(models.in_place, ROWS),
+    "llama": lambda: models.llama(ROWS)._replace(loss=None),
+    "frozen_first_stage": frozen_first_stage,
+}
 
 
 def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, list[str]]:

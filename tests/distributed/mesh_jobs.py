@@ -125,23 +125,6 @@ def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, 
         return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
 
 
-def zeroed_in_place(rank: int, set_to_none: bool) -> dict[str, Tensor]:
-    """A step that averages, whose gradients are then zeroed or dropped, one that does not average, and one that does.
-
-    The schedule splits backwards.
-    """
-    mesh = mesh_of((2, 1), ("dp", "pp"))
-    task = jobs.mlp()
-    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
-    with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh, schedule="zb-h1") as pipe:
-        pipe.step(*args, target=target)
-        torch.optim.SGD(pipe.parameters()).zero_grad(set_to_none=set_to_none)
-        with pipe.no_sync():
-            pipe.step(*args, target=target)
-        pipe.step(*args, target=target)
-        return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-
-
 def frozen_before_the_average(rank: int) -> dict[str, Tensor]:
     """One step that does not average, then one that does, in which some of the parameters are frozen."""
     mesh = mesh_of((2, 2), ("dp", "pp"))

@@ -83,17 +83,13 @@ class Cell(NamedTuple):
     timed: tuple[bool, bool]
     transport: str = "distributed"
     eager: bool = False
+    lazy_loading: bool = False
+    """A kernel that runs for the first time waits for receives that were posted ahead."""
 
 
 def train(rank: int, cell: Cell) -> list[str]:
     """What differs from one device, in words: three steps with one kind of batch, and two with another."""
-    with nccl_rules(eager=cell.eager):
-        return steps(cell)
-
-
-def train_with_lazy_loading(rank: int, cell: Cell) -> list[str]:
-    """The same where a kernel that runs for the first time waits for receives that were posted ahead."""
-    with nccl_rules(eager=cell.eager, lazy_loading=True):
+    with nccl_rules(eager=cell.eager, lazy_loading=cell.lazy_loading):
         return steps(cell)
 
 

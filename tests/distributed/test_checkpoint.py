@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 from jobs import TASKS
-from saving_jobs import Shadow
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import penstock
@@ -123,6 +122,19 @@ class Averages:
             pairs = zip(parameters, shadow.state["shadow_params"], strict=True)
             found |= {f"{what} {name}": tensor for name, tensor in pairs if not tensor.is_meta}
         return {key: tensor.detach().clone() for key, tensor in found.items()}
+
+
+class Shadow:
+    """An object with nothing but a state."""
+
+    def __init__(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
 
 
 @pytest.fixture

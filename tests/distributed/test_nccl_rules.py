@@ -75,8 +75,8 @@ def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks,
 @pytest.mark.parametrize("schedule", long_after(1, "dualpipe", "chimera"))
 def test_the_second_step_needs_no_kernel_that_the_first_has_not_loaded(ranks4: Ranks, schedule: str) -> None:
     """Ranks 1 and 2 each await the other's first gradient when they compute their own. On an H100 both hung."""
-    cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False))
-    assert ranks4.run(nccl_jobs.train_with_lazy_loading, cell, seconds=SECONDS) == [[]] * 4
+    cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False), lazy_loading=True)
+    assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
 
 
 @pytest.mark.parametrize("mesh", nccl_jobs.MESHES)
