@@ -160,17 +160,6 @@ def masked(rank: int, shape: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]
     return loss, got, expected.detach(), {name: wanted[name] for name in got}
 
 
-def order_of_reductions(rank: int) -> list[str]:
-    """One rank's row where each rank has two stages."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    task = jobs.mlp()
-    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
-    options = {"loss": task.loss, "microbatches": 4, "schedule": "interleaved-1f1b", "stages_per_rank": 2, "mesh": mesh}
-    with penstock.pipeline(task.model, args, **options) as pipe:
-        pipe.step(*args, target=target)
-        return [str(a) for a in pipe.schedule.rows[mesh.get_local_rank("pp")] if not a.op.is_receive]
-
-
 def other_rows(rank: int) -> str:
     mesh = mesh_of((2, 2), ("dp", "pp"))
     task = jobs.mlp()

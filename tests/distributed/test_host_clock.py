@@ -42,15 +42,10 @@ def test_old_exchanges_are_forgotten(here: list[int]) -> None:
     assert offset.nanoseconds == THERE + 20
 
 
-def test_one_clock_needs_no_offset(here: list[int]) -> None:
-    shared = HostOffset(host_clock.clock_name())
+def test_one_clock_needs_no_offset_and_another_some_exchanges(here: list[int]) -> None:
+    shared, offset = HostOffset(host_clock.clock_name()), HostOffset("elsewhere")
     exchange(shared, here, 3, 5)
-    assert shared.nanoseconds == 0
-    assert not shared.needs_more
-
-
-def test_the_first_exchanges_follow_each_other(here: list[int]) -> None:
-    offset = HostOffset("elsewhere")
+    assert (shared.nanoseconds, shared.needs_more) == (0, False)
     for _ in range(INITIAL_EXCHANGES):
         assert offset.needs_more
         exchange(offset, here, 1, 1)

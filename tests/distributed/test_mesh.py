@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from penstock.schedule import generate, reduce_replicas
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
 
@@ -118,12 +119,6 @@ def test_buffers_are_the_first_replicas_as_in_ddp(ranks4: Ranks) -> None:
         assert all(torch.equal(value, seen[rank + 2][name]) for name, value in seen[rank].items())
 
 
-def test_a_stage_is_reduced_as_soon_as_its_last_backward_is_done(ranks4: Ranks) -> None:
-    row = ranks4.run(mesh_jobs.order_of_reductions)[0]
-    assert row.index("2REDUCE_GRAD") < row.index("0REDUCE_GRAD")
-    assert row.index("2B3") < row.index("2REDUCE_GRAD") < row.index("0B3"), "while the other stage still has work"
-
-
 def test_replicas_with_two_rows_for_each_of_another(ranks4: Ranks) -> None:
     assert ranks4.run(mesh_jobs.two_for_each) == [(True, [(5, 2), (10, 9)])] * 4
 
@@ -131,3 +126,9 @@ def test_replicas_with_two_rows_for_each_of_another(ranks4: Ranks) -> None:
 def test_replicas_with_batches_of_other_sizes_are_refused(ranks4: Ranks) -> None:
     for said in ranks4.run(mesh_jobs.other_rows):
         assert "the example has [8, 8, 10, 10] rows on the processes 0..3" in said
+
+
+def test_a_stage_is_reduced_as_soon_as_its_last_backward_is_done() -> None:
+    row = [str(a) for a in reduce_replicas(generate("interleaved-1f1b", 2, 4), {*range(4)}).rows[0]]
+    assert row.index("2B3") < row.index("2REDUCE_GRAD") < row.index("0B3"), "while the other stage still has work"
+    assert row[-1] == "0REDUCE_GRAD"

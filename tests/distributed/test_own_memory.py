@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import penstock
@@ -124,32 +121,6 @@ def same_as_by_hand(rank: int, name: str, options: dict[str, Any]) -> list[str]:
     return found
 
 
-def sent(rank: int, first: nn.Module) -> int:
-    """How many messages of a step and a prediction this rank sends from other memory than its stage's results."""
-    results: set[int] = set()
-    elsewhere = 0
-    send = dist.isend
-
-    def note(module: nn.Module, args: Any, output: Tensor) -> None:
-        if type(output) is Tensor:
-            results.add(output.data_ptr())
-
-    def isend(tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        nonlocal elsewhere
-        elsewhere += tensor.data_ptr() not in results
-        return send(tensor, *args, **kwargs)
-
-    first.register_forward_hook(note)
-    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
-    layers, options = [first, nn.Linear(WIDTH, WIDTH)], {"microbatches": 8, "transport": "distributed"}
-    with penstock.pipeline(layers, (x,), loss=squared_error, ranks=2, **options) as pipe:
-        for patch in (nullcontext(), mock.patch.object(dist, "isend", isend)):
-            with patch:
-                pipe.step(x, target=y)
-                pipe.predict(x)
-    return elsewhere
-
-
 KINDS = ["Views", "Out", "OwnGradient", "Graphed"]
 
 
@@ -165,12 +136,3 @@ def test_nor_is_what_waits_for_w(kind: str) -> None:
     assert same_as_by_hand(0, kind, {"microbatches": 8, "schedule": "zb-h1"}) == []
     chunks = {"stages_per_rank": 2, "cuts": None}
     assert same_as_by_hand(0, kind, {"microbatches": 8, "schedule": "zb-v", **chunks}) == []
-
-
-@pytest.mark.parametrize(
-    "last", [nn.Tanh(), nn.ReLU(inplace=True), nn.Sequential(nn.Unflatten(1, (3, 3)), nn.Flatten())]
-)
-def test_what_nothing_else_holds_is_sent_from_where_it_is(ranks2: Ranks, last: nn.Module) -> None:
-    """Although backward holds what a tanh returns, and a view its base."""
-    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), last)
-    assert ranks2.run(sent, first)[0] == 0

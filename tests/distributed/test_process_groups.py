@@ -72,21 +72,13 @@ def groups(backend: str, *options: Any) -> None:
     made.pair([(0, 1), (1, 2), (0, 2)])
 
 
-def test_every_group_has_the_limit(told: list[dict[str, Any]]) -> None:
-    groups("nccl", 120.0)
-    assert len(told) == 9  # one of them for losses that leave late
-    assert {call["timeout"] for call in told} == {timedelta(seconds=120)}
-    assert all("pg_options" not in call for call in told)
-
-
-def test_the_watchdog_ends_a_wait_before_a_group_does() -> None:
-    assert 2 * Timeouts().timeout_seconds <= GROUP_SECONDS
-
-
-def test_each_group_for_tensors_has_its_own_copy_of_the_options(told: list[dict[str, Any]]) -> None:
+def test_every_group_has_the_limit_and_its_own_copy_of_the_options(told: list[dict[str, Any]]) -> None:
+    assert 2 * Timeouts().timeout_seconds <= GROUP_SECONDS, "the watchdog ends a wait before a group does"
     mine = NcclOptions()
     before = copy.deepcopy(vars(mine))
     groups("nccl", 120.0, mine)
+    assert len(told) == 9  # one of them for losses that leave late
+    assert {call["timeout"] for call in told} == {timedelta(seconds=120)}
     given = [call.get("pg_options") for call in told if call["backend"] == "nccl"]
     assert len({id(options) for options in given} | {id(mine)}) == len(given) + 1 == 8
     for options in given:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,25 +29,17 @@ LATE_SECONDS = 0.1
 """In which a rank that seems to wait leaves, if another has failed."""
 
 
-def layers() -> list[nn.Module]:
-    return [nn.Linear(4, 4) for _ in range(4)]
-
-
-def _no_change(stage: nn.Module) -> None:
-    """What `parallelize` may as well do."""
-
-
 def _materialize(name: str, module: nn.Module) -> None:
     if dist.get_rank() == 0:
         raise penstock.ArgumentError(f"no values for {name}")
 
 
-CASES: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
-    "cuts": (layers, {"cuts": ["no such module"]}),
-    "copies": (layers, {"schedule": "chimera", "parallelize": _no_change}),
-    "compiled": (layers, {"compile": {"backend": "eager"}, "parallelize": _no_change}),
-    "keepings": (layers, {"recompute": {7: "always"}}),
-    "one rank": (layers, {"materialize": _materialize}),
+CASES: dict[str, dict[str, Any]] = {
+    "cuts": {"cuts": ["no such module"]},
+    "copies": {"schedule": "chimera", "parallelize": lambda stage: None},
+    "compiled": {"compile": {"backend": "eager"}, "parallelize": lambda stage: None},
+    "keepings": {"recompute": {7: "always"}},
+    "one rank": {"materialize": _materialize},
 }
 
 
@@ -65,9 +57,8 @@ _waiting_for = Control.waiting_for
 def refused(rank: int, case: str) -> tuple[str, float]:
     """What this rank says, and after how many seconds."""
     torch.manual_seed(0)
-    make, options = CASES[case]
     with torch.device("meta" if case == "one rank" else "cpu"):
-        model = make()
+        model = [nn.Linear(4, 4) for _ in range(4)]
     slow = rank == dist.get_world_size() - 1
     x = torch.randn(8, 4)
     begin = time.monotonic()
@@ -76,7 +67,7 @@ def refused(rank: int, case: str) -> tuple[str, float]:
         patch.object(Control, "waiting_for", _late if slow else _waiting_for),
     ):
         try:
-            penstock.pipeline(model, (x,), loss=squared_error, microbatches=4, **options)
+            penstock.pipeline(model, (x,), loss=squared_error, microbatches=4, **CASES[case])
         except penstock.PenstockError as error:
             return f"{type(error).__name__}: {error}", time.monotonic() - begin
     return "", 0.0

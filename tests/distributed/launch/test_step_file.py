@@ -58,11 +58,3 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setenv("PENSTOCK_STEP_FILE", str(path))
     with pytest.raises(ArgumentError, match=f"PENSTOCK_STEP_FILE is '{path}', which cannot be written"):
         pipeline(path, [])
-
-
-def test_it_can_be_imported_by_the_name_of_the_last_release() -> None:
-    from penstock.launch import step_file
-    from penstock.launch.step_file import read_step as by_the_old_name
-
-    assert by_the_old_name is read_step
-    assert step_file.__name__ == "penstock.distributed.launch.step_file"
