@@ -58,14 +58,9 @@ def looked_at(rank: int, folder: str) -> list[dict[str, Any]]:
     return found
 
 
-def refused(rank: int, folder: str | None) -> str:
-    """What a pipeline says that is to record."""
-    return refusal_of(pipe_of, folder)
-
-
-def refused_on_one(rank: int, folder: str) -> str:
-    """What a pipeline says that records on rank 0 only."""
-    return refused(rank, folder if rank == 0 else None)
+def refused(rank: int, folder: str, on: tuple[int, ...]) -> str:
+    """What a pipeline says that is to record on these ranks."""
+    return refusal_of(pipe_of, folder if rank in on else None)
 
 
 def test_each_rank_writes_its_part(ranks2: Ranks, tmp_path: Path) -> None:
@@ -112,7 +107,7 @@ def test_replicas_record_one_run(ranks4: Ranks, tmp_path: Path) -> None:
 
 def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path) -> None:
     with pipe_of(str(tmp_path), ranks=2) as pipe:
-        said = ranks2.run(refused, str(tmp_path))
+        said = ranks2.run(refused, str(tmp_path), (0, 1))
         assert said[0] == said[1]
         owner = f"process {os.getpid()} on {socket.gethostname()}, started at 20"
         assert said[0].startswith(f"ArgumentError: run_dir='{tmp_path}': {owner}")
@@ -124,6 +119,6 @@ def test_of_two_jobs_that_start_at_once_one_is_refused_on_every_rank(ranks2: Ran
 
 @pytest.mark.long
 def test_all_processes_record_or_none(ranks2: Ranks, tmp_path: Path) -> None:
-    said = ranks2.run(refused_on_one, str(tmp_path))
+    said = ranks2.run(refused, str(tmp_path), (0,))
     assert ["run_dir= is given on some processes only" in text for text in said] == [True, True]
     assert not [*tmp_path.iterdir()]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 import penstock
 from distributed.jobs import TASKS
+from scaffolding.proofs import after_each_step
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
@@ -38,19 +39,11 @@ SPOILS: dict[str, Callable[[penstock.Pipeline, str], None]] = {
 
 def verify(rank: int, task: str, what: str, name: str) -> Found:
     """Spoils what is called `name` on rank 1 alone, after each step."""
-    made, step = TASKS[task](), penstock.Pipeline.step
-
-    def spoiled(pipe: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(pipe, *args, **kwargs)
+    made = TASKS[task]()
+    with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
-            SPOILS[what](pipe, name)
-        return result
-
-    penstock.Pipeline.step = spoiled  # type: ignore[method-assign]
-    try:
+            after_each_step(patch, lambda pipe: SPOILS[what](pipe, name))
         report = penstock.verify(made.model, made.args, target=made.target, loss_fn=made.loss, microbatches=3)
-    finally:
-        penstock.Pipeline.step = step  # type: ignore[method-assign]
     return Found(report.ok, report.summary(), [(r.kind, r.name, r.verdict, r.step) for r in report.failures])
 
 
