@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import penstock
 from penstock import ArgumentError, checkpoint
@@ -77,15 +77,15 @@ def test_a_parameter_that_has_moved_to_another_group_is_refused(tmp_path: Path) 
             checkpoint.load(tmp_path, pipe, optimizer_of(pipe, 3))
 
 
+def of(dtype: torch.dtype) -> penstock.Pipeline:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2)))
+    return penstock.pipeline(model, (batch()[0].to(dtype),), loss=lambda y: y.mean(), ranks=2, microbatches=2)
+
+
 @pytest.mark.parametrize(("saved", "loaded"), [(torch.float64, torch.bfloat16), (torch.bfloat16, torch.float32)])
 def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path, saved: torch.dtype, loaded: torch.dtype) -> None:
     """A cast would lose digits of parameters and moments, and training would not go on as it would have."""
-
-    def of(dtype: torch.dtype) -> penstock.Pipeline:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2)))
-        return penstock.pipeline(model, (batch()[0].to(dtype),), loss=lambda y: y.mean(), ranks=2, microbatches=2)
-
     with of(saved) as pipe:
         checkpoint.save(tmp_path, pipe)
         weights = dict(pipe.named_parameters())
@@ -99,36 +99,28 @@ def test_a_checkpoint_of_another_dtype_is_refused(tmp_path: Path, saved: torch.d
         assert all(torch.equal(one, weights[name].to(loaded)) for name, one in mine.items())
 
 
+class Sums(torch.optim.Optimizer):
+    """Keeps float32 beside weights in bfloat16."""
+
+    def __init__(self, parameters: Any) -> None:
+        super().__init__(parameters, {})
+
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            self.state[parameter]["sum"] = torch.full(parameter.shape, 1 / 3)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Torch's own casts to the parameter's dtype."""
+        for number, state in state_dict["state"].items():
+            self.state[self.param_groups[0]["params"][number]] = state
+
+
 def test_an_optimizers_state_keeps_its_own_precision(tmp_path: Path) -> None:
-    """As that of an optimizer which keeps float32 beside weights in bfloat16."""
-
-    class Sums(torch.optim.Optimizer):
-        def __init__(self, parameters: Any) -> None:
-            super().__init__(parameters, {})
-
-        def step(self, closure: Any = None) -> None:
-            for parameter in self.param_groups[0]["params"]:
-                state = self.state[parameter]
-                state["sum"] = state.get("sum", torch.zeros(parameter.shape)) + 1 / 3
-
-        def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-            """Torch's own casts to the parameter's dtype."""
-            parameters = self.param_groups[0]["params"]
-            for number, state in state_dict["state"].items():
-                self.state[parameters[number]] = state
-
-    def half() -> penstock.Pipeline:
-        torch.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(2))).bfloat16()
-        x: Tensor = batch()[0].bfloat16()
-        return penstock.pipeline(model, (x,), loss=lambda output: output.mean(), ranks=2, microbatches=2)
-
-    with half() as pipe:
+    with of(torch.bfloat16) as pipe:
         optimizer = Sums(pipe.parameters())
         optimizer.step()
         checkpoint.save(tmp_path, pipe, optimizer)
-    with half() as other:
+    with of(torch.bfloat16) as other:
         loaded = Sums(other.parameters())
         checkpoint.load(tmp_path, other, loaded)
-        for parameter in other.parameters():
-            assert torch.equal(loaded.state[parameter]["sum"], torch.zeros(parameter.shape) + 1 / 3)
+        assert all(torch.equal(loaded.state[p]["sum"], torch.full(p.shape, 1 / 3)) for p in other.parameters())

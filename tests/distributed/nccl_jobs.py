@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -154,53 +154,29 @@ def with_bug(rank: int, cell: Cell, bug: str) -> list[str]:
         return train(rank, cell)
 
 
-@contextmanager
-def receives_in_the_order_of_use() -> Iterator[None]:
-    """While layouts are learned, a receive starts when it is needed."""
-
-    def post(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
-        if receiver.can_start:
-            receiver.start(microbatch)
-
-    def start_until(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
-        if not receiver.has_started(microbatch):
-            receiver.start(microbatch)
-
-    with mock.patch.object(ReceiveOrder, "post", post), mock.patch.object(ReceiveOrder, "start_until", start_until):
-        yield
+def post_when_it_can_start(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
+    if receiver.can_start:
+        receiver.start(microbatch)
 
 
-@contextmanager
-def no_connection() -> Iterator[None]:
-    """Pairs of ranks meet at their first message."""
-    with mock.patch.object(DistributedTransport, "connect", return_value=None):
-        yield
+def start_when_needed(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
+    if not receiver.has_started(microbatch):
+        receiver.start(microbatch)
 
 
-@contextmanager
-def no_group_of_two() -> Iterator[None]:
-    """All pairs of ranks share two groups."""
-    with mock.patch.object(Groups, "pair", return_value=None):
-        yield
+def mark_and_synchronize(clock: StreamClock, mark: Any = StreamClock.mark) -> Any:
+    torch.cuda.synchronize()
+    return mark(clock)
 
 
-@contextmanager
-def timed_by_synchronizing() -> Iterator[None]:
-    """A timeline waits for the whole device at every mark."""
-    mark = StreamClock.mark
-
-    def synchronized(clock: StreamClock) -> Any:
-        torch.cuda.synchronize()
-        return mark(clock)
-
-    with mock.patch.object(StreamClock, "mark", synchronized):
-        yield
-
-
-BUGS = {
-    f.__name__: f
-    for f in (receives_in_the_order_of_use, no_connection, timed_by_synchronizing, no_group_of_two)
-}  # fmt: skip
+BUGS: dict[str, Callable[[], Any]] = {
+    "receives in the order of use": partial(
+        mock.patch.multiple, ReceiveOrder, post=post_when_it_can_start, start_until=start_when_needed
+    ),
+    "pairs meet at their first message": partial(mock.patch.object, DistributedTransport, "connect", return_value=None),
+    "all pairs share two groups": partial(mock.patch.object, Groups, "pair", return_value=None),
+    "timed by synchronizing": partial(mock.patch.object, StreamClock, "mark", mark_and_synchronize),
+}
 
 
 # -- the rules by themselves ------------------------------------------------------------------------------------------

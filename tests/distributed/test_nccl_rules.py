@@ -95,10 +95,10 @@ def test_groups_of_two_are_only_those_that_exchange_messages(ranks4: Ranks) -> N
 
 
 CAUGHT = {
-    "receives_in_the_order_of_use": Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False)),
-    "no_connection": Cell("chimera", "chain", 4, 1, (False, False)),
-    "timed_by_synchronizing": Cell("1f1b", "chain", 2, 1, (True, False)),
-    "no_group_of_two": Cell("1f1b", "a skip over two cuts", 4, 1, (False, False), eager=True),
+    "receives in the order of use": Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False)),
+    "pairs meet at their first message": Cell("chimera", "chain", 4, 1, (False, False)),
+    "timed by synchronizing": Cell("1f1b", "chain", 2, 1, (True, False)),
+    "all pairs share two groups": Cell("1f1b", "a skip over two cuts", 4, 1, (False, False), eager=True),
 }
 """A cell that does not survive the bug."""
 

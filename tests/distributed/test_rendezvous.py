@@ -98,25 +98,16 @@ def test_a_second_process_with_the_same_rank_is_refused() -> None:
         Meeting(store, 1, 2).await_all(MissingRanks(1, 2, Timeouts(join_seconds=5)))
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (
-            "port: 1, useIpv6: 0, code: -98, name: EADDRINUSE",
-            "another process listens at a:1 (MASTER_ADDR and MASTER_PORT)",
-        ),
-        (
-            "Connection reset\nby peer",
-            "the store at a:1 (MASTER_ADDR and MASTER_PORT), which rank 0 or its agent keeps, is",
-        ),
-    ],
-)
-def test_what_a_dead_store_means_is_said(error: str, says: str) -> None:
-    missing = MissingRanks(1, 2, Timeouts())
-    missing.address = ("a", 1)
-    with pytest.raises(RankFailedError, match=re.escape(f"rank 1 stops: {says}")) as caught, missing:
-        raise dist.DistNetworkError(error)
-    assert "\n" not in str(caught.value)
+def test_what_a_dead_store_means_is_said() -> None:
+    for error, says in (
+        ("code: -98, name: EADDRINUSE", "another process listens at a:1 (MASTER_ADDR and MASTER_PORT)"),
+        ("reset\nby peer", "the store at a:1 (MASTER_ADDR and MASTER_PORT), which rank 0 or its agent keeps, is"),
+    ):
+        missing = MissingRanks(1, 2, Timeouts())
+        missing.address = ("a", 1)
+        with pytest.raises(RankFailedError, match=re.escape(f"rank 1 stops: {says}")) as caught, missing:
+            raise dist.DistNetworkError(error)
+        assert "\n" not in str(caught.value)
 
 
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}

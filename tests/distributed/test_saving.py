@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -69,11 +70,8 @@ def writing(act: Callable[[], None]) -> Iterator[None]:
         act()
         return write(*args, **kwargs)
 
-    FileSystemWriter.write_data = write_data  # type: ignore[method-assign]
-    try:
+    with mock.patch.object(FileSystemWriter, "write_data", write_data):
         yield
-    finally:
-        FileSystemWriter.write_data = write  # type: ignore[method-assign]
 
 
 class Container(torch.optim.SGD):

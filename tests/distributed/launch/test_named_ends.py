@@ -30,15 +30,11 @@ FAILED, STOPPED = Outcome(1, agent=0, exitcode=1), Outcome(130, received=2, agen
         ([(0, 1, 900, ""), (1, None, 500, RAISED), (0, None, 600, RAISED), (1, 1, 950, "")], 1, RAISED),
         ([(1, None, 500, RAISED), (1, 3, 600, "")], 3, RAISED),
         (
-            [(0, -15, 700, ""), (1, -9, 100, ""), (0, None, 400, "rank 0 failed: lost peer")],
+            [(0, -15, 700, ""), (1, -9, 100, ""), (0, None, 400, "rank 0 failed: lost")],
             137,
-            "was killed by SIGKILL",
+            "rank 1 was killed by SIGKILL",
         ),
-        (
-            [(1, None, 500, "rank 1 was lost: stopped"), (0, 1, 600, ""), (1, -15, 700, "")],
-            1,
-            "rank 1 was lost: stopped",
-        ),
+        ([(1, None, 500, "rank 1 was lost: x"), (0, 1, 600, ""), (1, -15, 700, "")], 1, "rank 1 was lost: x"),
         ([(1, 7, 500, ""), (0, -15, 600, "")], 7, "rank 1 ended with exit status 7"),
     ],
 )
@@ -49,8 +45,7 @@ def test_the_first_failure_names_the_rank_and_its_status_is_the_jobs(
     for failure in left:
         RankFailure(*failure).write(str(path))
     ended = explain_end(FAILED, str(path), ["the agent"])
-    found, line = ended.status, ended.message
-    assert (found, line.removeprefix("rank 1 ") if message.startswith("was") else line) == (status, message)
+    assert (ended.status, ended.message) == (status, message)
 
 
 def test_without_a_failed_rank_the_agent_is_named_and_after_a_signal_nobody(tmp_path: Path) -> None:
@@ -91,16 +86,6 @@ def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch:
     assert json.loads((ranks / "1.json").read_text())["state"]["failure"] == RAISED
 
 
-@pytest.mark.parametrize(
-    ("error", "status"),
-    [
-        (ValueError(), 1),
-        (SystemExit(3), 3),
-        (SystemExit(), 0),
-        (SystemExit(-1), 255),
-        (SystemExit("x"), 1),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_exit_status_of_an_exception(error: BaseException, status: int) -> None:
-    assert exit_status(error) == status
+def test_exit_status_of_an_exception() -> None:
+    exits = [SystemExit(3), SystemExit(), SystemExit(-1), SystemExit("x")]
+    assert [exit_status(error) for error in (ValueError(), *exits, KeyboardInterrupt())] == [1, 3, 0, 255, 1, 130]
