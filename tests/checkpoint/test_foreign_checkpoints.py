@@ -204,9 +204,10 @@ def test_a_few_bytes_do_not_fill_the_memory(data: bytes) -> None:
 
 
 def test_operations_are_counted_and_a_class_can_be_allowed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with monkeypatch.context() as patch, pytest.raises(pickle.UnpicklingError, match="more than 100 operations"):
-        patch.setattr(unpickling, "MAX_VALUES", 100)
+    monkeypatch.setattr(unpickling, "MAX_VALUES", 100)
+    with pytest.raises(pickle.UnpicklingError, match="it has more than 100 operations"):
         unpickle(b"(" + b"]" * 100 + b"l.")
+    monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is damaged"):
         Reader(copy, weights_only=False)._unpickle("rest", b"damaged")
     data = pickle.dumps(fractions.Fraction(1, 3))
