@@ -81,15 +81,6 @@ def test_every_case_is_collected() -> None:
         assert parts[f"ranks/2/verify/{schedule}"] == parts[f"ranks/4/verify/{schedule}"] == 5
 
 
-def test_make_runs_the_cases() -> None:
-    command = ["make", "-n", "gpu", "PART=5 2", "GPU=--missing", "PYTHON=python3"]
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(
-        command, cwd=FOLDER.parents[1], env=env, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == "python3 benchmarks/gpu/run.py --part 5 2 --missing\n"
-
-
 def test_the_page_counts_the_rows_of_the_file() -> None:
     page = (FOLDER.parents[1] / "docs" / "guides" / "on-gpus.md").read_text()
     counts = lines_of_script(FOLDER / "run.py", "--counts", "--json", FOLDER / "results-h100.json")
@@ -232,38 +223,33 @@ from pathlib import Path
 import run
 
 file = Path(sys.argv[2])
-here = {"cores": 8, "code": "a", "device": "cpu"}
-row = {"name": "x", "status": "ok"}
-first = run.Results(file)
-assert first.begin({**here, "commit": "1", "date": "one day"}) == ""
-first.add(row)
-again = run.Results(file)
-assert again.begin({**here, "commit": "2", "date": "another"}) == ""
-assert again.rows == {"x": {**row, "code": "a", "device": "cpu"}}
-other = {"cores": 4, "code": "b", "device": "cuda", "gpu": "H200"}
-later = run.Results(file)
-said, aside = later.begin(other), file.with_name("results-1.json")
+here, other = {"cores": 8, "code": "a", "device": "cpu"}, {"cores": 4, "code": "b", "device": "cuda", "gpu": "H200"}
+
+def begun(environment, **more):
+    results = run.Results(file)
+    said = results.begin(environment, **more)
+    return results, said
+
+first, said = begun(here)
+assert said == ""
+first.add({"name": "x", "status": "ok"})
+again, said = begun(here)
+assert (said, [*again.rows]) == ("", ["x"])
+later, said = begun(other)
+aside = file.with_name("results-1.json")
 for words in (str(aside), "cores was 8, is 4", "gpu was None, is H200"):
     assert words in said, said
-assert "code" not in said.partition(": ")[2], said
 assert later.rows == {}
-assert json.loads(aside.read_text())["rows"] == [{**row, "code": "a", "device": "cpu"}]
-later.add(row)
-mixed = run.Results(file)
-assert mixed.begin({**other, "code": "c"}, any_code=True) == ""
+assert [row["name"] for row in json.loads(aside.read_text())["rows"]] == ["x"]
+later.add({"name": "x", "status": "ok"})
+mixed, said = begun({**other, "code": "c"}, any_code=True)
 mixed.add({"name": "y", "status": "ok"})
-assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y": "c"}
-assert [each["code"] for each in json.loads(file.read_text())["environments"]] == ["b", "c"]
-kept = run.Results(file)
-assert kept.begin({**other, "code": "c"}) == ""
-assert kept.rows.keys() == {"x", "y"}
-kept.add({"name": "x", "status": "cut off"})
-assert kept.rows["x"]["status"] == "ok"
-
+mixed.add({"name": "x", "status": "cut off"})
+assert {name: (row["code"], row["status"]) for name, row in mixed.rows.items()} == {"x": ("b", "ok"), "y": ("c", "ok")}
 for number, text in enumerate(["", "{", '{"environments": [], "rows": []}'], 2):
     file.write_text(text)
     aside = file.with_name(f"results-{number}.json")
-    assert run.Results(file).begin(here) == f"{file} is no file of results; it is now {aside}"
+    assert begun(here)[1] == f"{file} is no file of results; it is now {aside}"
     assert aside.read_text() == text
 """
 

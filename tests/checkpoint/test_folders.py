@@ -146,17 +146,6 @@ def test_a_file_that_the_first_rank_does_not_see_is_missed(tmp_path: Path) -> No
     assert text_of(latest(tmp_path)) == "old"
 
 
-def test_the_new_one_counts_before_the_one_that_was_put_aside_for_it(tmp_path: Path) -> None:
-    """As after a crash between the last rename and the deletion."""
-    save(tmp_path, 1, "old")
-    shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old")
-    save(tmp_path / "other", 1, "new")
-    shutil.rmtree(tmp_path / "step-00000001")
-    assert text_of(latest(tmp_path)) == "old"
-    (tmp_path / "other" / "step-00000001").rename(tmp_path / "step-00000001")
-    assert text_of(latest(tmp_path)) == "new"
-
-
 def test_a_copy_that_was_broken_off_is_never_found_and_one_that_is_named_must_be_there(tmp_path: Path) -> None:
     (tmp_path / "step-00000002").mkdir()
     assert latest(tmp_path) is None

@@ -57,26 +57,6 @@ def test_a_write_in_the_background_ends_where_it_began(tmp_path: Path, monkeypat
         assert path == checkpoint.latest(tmp_path / "checkpoints")
 
 
-def test_a_parameter_that_has_moved_to_another_group_is_refused(tmp_path: Path) -> None:
-    """Of as many groups as before: it would go on with the other's learning rate."""
-
-    def optimizer_of(pipe: penstock.Pipeline, first: int) -> torch.optim.Optimizer:
-        parameters = list(pipe.parameters())
-        groups = [{"params": parameters[:first], "lr": 1e-3}, {"params": parameters[first:], "lr": 1.0}]
-        return torch.optim.SGD(groups, momentum=0.9)
-
-    with made(seed=0) as pipe:
-        optimizer = optimizer_of(pipe, 2)
-        losses(pipe, 1)
-        optimizer.step()
-        checkpoint.save(tmp_path, pipe, optimizer)
-        assert checkpoint.load(tmp_path, pipe, optimizer_of(pipe, 2)) is not None
-        with pytest.raises(
-            ArgumentError, match=r"2.weight was in group 1 of the optimizer's groups, and is in group 0"
-        ):
-            checkpoint.load(tmp_path, pipe, optimizer_of(pipe, 3))
-
-
 def of(dtype: torch.dtype) -> penstock.Pipeline:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, dtype=dtype) for _ in range(2)))

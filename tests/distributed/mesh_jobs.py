@@ -14,7 +14,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.refusals import refusal_of
-from scaffolding.small import WIDTH, Retrieval, retrieval_error
 
 
 @cache
@@ -51,19 +50,6 @@ def verify(rank: int, name: str, shape: tuple[int, int], options: dict[str, Any]
     return Verified(
         report.ok, report.summary(), worst, equal, report.replicas, sorted({row.kind for row in report.rows})
     )
-
-
-def two_for_each(rank: int) -> tuple[bool, list[tuple[int, ...]]]:
-    """Each replica has queries, and two passages for each; the report, and the shapes of what all of them predict."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    torch.manual_seed(mesh.get_local_rank("dp"))
-    queries, (passages, target) = torch.randn(5, WIDTH), torch.randn(2, 10, WIDTH)
-    pieces = [penstock.Microbatches(x.split([4, 4, 2])) for x in (passages, target)]
-    options: dict[str, Any] = {"mesh": mesh, "microbatches": 3, "loss_fn": retrieval_error}
-    args = (queries, pieces[0])
-    report = penstock.verify(Retrieval(), args, target=pieces[1], **options)
-    with penstock.pipeline(Retrieval(), args, batch_dims={"output": (0, 0)}, **options) as pipe:
-        return report.ok, [tuple(one.shape) for one in pipe.predict(*args, outputs="all")]
 
 
 class Trained(NamedTuple):
@@ -122,21 +108,6 @@ def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, 
             else:
                 with pipe.no_sync():
                     pipe.step(*args, target=target)
-        return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-
-
-def frozen_before_the_average(rank: int) -> dict[str, Tensor]:
-    """One step that does not average, then one that does, in which some of the parameters are frozen."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    task = jobs.mlp()
-    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
-    with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh) as pipe:
-        with pipe.no_sync():
-            pipe.step(*args, target=target)
-        modules = task.model.modules() if isinstance(task.model, nn.Module) else task.model
-        for number, linear in enumerate(module for module in modules if isinstance(module, nn.Linear)):
-            linear.requires_grad_(number % 2 > 0)
-        pipe.step(*args, target=target)
         return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
 
 

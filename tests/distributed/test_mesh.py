@@ -83,19 +83,6 @@ def test_gradients_accumulate_over_steps_with_and_without_averages(
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
-def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Ranks) -> None:
-    seen = ranks4.run(mesh_jobs.frozen_before_the_average)
-    once = ranks4.run(mesh_jobs.gradients, [True], "mlp")
-    frozen = 0
-    for rank in range(4):
-        assert seen[rank].keys() == once[rank].keys()
-        for name, grad in seen[rank].items():
-            assert torch.equal(grad, seen[(rank + 2) % 4][name]), name  # the other replica's
-            assert torch.allclose(grad, once[rank][name]) or torch.allclose(grad, 2 * once[rank][name]), name
-            frozen += torch.allclose(grad, once[rank][name])
-    assert frozen
-
-
 def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks, averages: list[dict[str, Tensor]]) -> None:
     own = ranks4.run(mesh_jobs.gradients, [False])
     for rank in range(2):
@@ -117,10 +104,6 @@ def test_buffers_are_the_first_replicas_as_in_ddp(ranks4: Ranks) -> None:
     for rank in range(2):
         assert seen[rank].keys() == seen[rank + 2].keys()
         assert all(torch.equal(value, seen[rank + 2][name]) for name, value in seen[rank].items())
-
-
-def test_replicas_with_two_rows_for_each_of_another(ranks4: Ranks) -> None:
-    assert ranks4.run(mesh_jobs.two_for_each) == [(True, [(5, 2), (10, 9)])] * 4
 
 
 def test_replicas_with_batches_of_other_sizes_are_refused(ranks4: Ranks) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -151,33 +150,6 @@ def test_a_rank_whose_first_connection_breaks_connects_again(
     assert watchdog.failure is None
     assert served.serves()
     watchdog.close()
-
-
-def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
-    patience = Timeouts(beat_seconds=2.0)
-    server, raised = HeartbeatServer(3, patience), list[RankFailedError]()
-
-    def arrive() -> None:
-        try:
-            Watchdog.join(server.address, 0, 3, patience, MissingRanks(0, 3, patience))
-        except RankFailedError as error:
-            raised.append(error)
-
-    waiting = threading.Thread(target=arrive)
-    waiting.start()
-    while 0 in server._detector.absent:
-        time.sleep(0.01)
-    fallen = connect(server.address, 1, 10)
-    fallen.send({"failure": Failure(1, None, "so")})
-    while server._detector.failure is None:
-        time.sleep(0.01)
-    last = connect(server.address, 2, 10)
-    waiting.join(20)
-    assert ["rank 1 failed outside of a step: so" in str(error) for error in raised] == [True]
-    fallen.close()
-    last.close()
-    server.stop()
-    assert has_ended(server)
 
 
 ORDERS = "\x1b[2Jdone\r\x07\x9b1m"

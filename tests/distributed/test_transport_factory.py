@@ -14,7 +14,7 @@ from penstock.runtime.execute.transport_choice import TRANSPORTS, TransportSpec
 from penstock.runtime.transport import Endpoint, PointToPoint
 from penstock.testing import check_factory
 from penstock.testing.transport_scripts import scripts_for
-from scaffolding.ranks import Ranks, RanksError
+from scaffolding.ranks import Ranks
 from scaffolding.small import batch, mlp
 from scaffolding.tcp import EXAMPLES_OWN, sockets
 
@@ -45,14 +45,6 @@ def only_on(rank: int, endpoint: Endpoint) -> Any:
     return made if endpoint.rank == rank else None
 
 
-def raises_on(rank: int, kind: type[Exception], endpoint: Endpoint) -> PointToPoint:
-    """A rank fails by itself while the others wait for it."""
-    if endpoint.rank == rank:
-        raise kind("no such network")
-    endpoint.gather(None)
-    return sockets(endpoint)
-
-
 def refused(rank: int) -> dict[str, str]:
     """What each wrong factory is told, and what the sockets give afterwards."""
     task = jobs.mlp()
@@ -71,11 +63,6 @@ def refused(rank: int) -> dict[str, str]:
     attempt("nothing on rank 1", partial(only_on, 0))
     said["then"] = jobs.verify(rank, "mlp", {"microbatches": 3, "transport": sockets})[1]
     return said
-
-
-def fail(rank: int, kind: type[Exception]) -> None:
-    task = jobs.mlp()
-    penstock.pipeline(task.model, task.args, loss_fn=task.loss, transport=partial(raises_on, 1, kind))
 
 
 def verify_by_name(rank: int) -> str:
@@ -147,14 +134,6 @@ def test_what_is_wrong_is_refused_on_every_rank(ranks2: Ranks) -> None:
     assert first["nothing on rank 1"].startswith("RankFailedError: rank 0 stops: rank 1 failed")
     assert "made nothing (None)" in first["nothing on rank 1"]
     assert all("bitwise identical" in said["then"] for said in (first, second))
-
-
-def test_a_factory_that_raises_ends_the_run(ranks2: Ranks) -> None:
-    with pytest.raises(RanksError) as error:
-        ranks2.run(fail, OSError, seconds=30)
-    assert "OSError: no such network" in str(error.value)
-    assert str(error.value).count("no such network") >= 2, "both ranks name the cause"
-    assert "did not end" not in str(error.value)
 
 
 def test_one_process_needs_no_transport() -> None:

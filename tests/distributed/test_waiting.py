@@ -20,6 +20,7 @@ SAID = {
     "init-sleep-1": NEVER_CAME,
     "join-sleep-1": NEVER_CAME,
     "groups-kill-1": "rank 1 was lost, .*: its process is gone",
+    "groups-raise-1": f"rank 1 {RAISED}",
     "ties-sleep-2": "equal tied parameters from rank 2",
     "materialize-sleep-1": r"rank 1 runs the making of its weights \(\d+ s so far\)",
     "device-hang-1": r"the device of rank 1 runs 1F1 \(\d+ s so far; it has finished 1RECV_F1; the host waits for "
@@ -34,7 +35,6 @@ LONG = {
     "init-sleep-0": r"has waited \d+ s for rank 0 at 127.0.0.1:\d+ .*, where nothing answers",  # it keeps the store
     "join-sleep-0": NEVER_CAME,
     "groups-stop-0": "rank 0 was lost, .*: its process is stopped",
-    "groups-raise-1": f"rank 1 {RAISED}",
     "example-sleep-2": r"its example from .*; rank 2 runs the building of the pipeline",
     "recording-sleep-0": "agreement from .*; rank 0 runs the building of the pipeline",
     "parallelize-sleep-1": r"agreement from .*; rank 1 runs parallelize= \(",
