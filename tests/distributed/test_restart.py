@@ -1,4 +1,4 @@
-"""`torchrun --max-restarts` and nothing else: a job that one rank is lost of goes on from its last checkpoint."""
+"""Ranks that torchrun restarts, and nothing else: the job goes on from its last checkpoint. Ranks that never come."""
 
 from __future__ import annotations
 
@@ -65,3 +65,35 @@ def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path) -> None:
     assert [step for step, _ in seen] == [*range(1, 8), *range(again, 11)]
     assert set(seen) == set(whole)
     assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == ["step-00000006", "step-00000009"]
+
+
+# -- ranks that never come --------------------------------------------------------------------------------------------
+
+
+LEAVES = """
+import os, sys, torch, penstock
+from torch import nn
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+penstock.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(8, 4),), loss_fn=nn.MSELoss())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_a_rank_that_left_with_success_is_named(tmp_path: Path) -> None:
+    (tmp_path / "leaves.py").write_text(LEAVES)
+    command = [sys.executable, "-m", "penstock", "run", "--ranks", "2", "leaves.py"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1
+    assert "rank 0 stops: rank 1 has ended before all ranks had called penstock.pipeline, as each has to" in done.stderr
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
+    slow = LEAVES.replace("sys.exit(0)", "__import__('time').sleep(12)")
+    (tmp_path / "slow.py").write_text(slow)
+    command = [sys.executable, "-m", "penstock", "run", "--ranks", "2", "slow.py"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
