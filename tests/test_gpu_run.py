@@ -106,65 +106,6 @@ def test_ranks_over_nccl_are_rehearsed(tmp_path: Path, names: list[str], more: l
     assert [rank["messages"] > 0 for rank in each] == [True] * 4
 
 
-BROKEN = """
-import json, sys
-sys.path[:0] = sys.argv[1:2]
-from functools import partial
-from pathlib import Path
-from unittest import mock
-import torch
-import torch.distributed as dist
-import penstock
-from cases import nccl, over_nccl, ranks
-from cases.case import Setting
-
-
-def lost(call):
-    return lambda tensor, *more, **options: call(torch.empty_like(tensor), *more, **options)
-
-def nearly(pipe, *args, step=penstock.Pipeline.step, **options):
-    result = step(pipe, *args, **options)
-    for parameter in pipe.parameters():
-        if parameter.grad is not None:
-            parameter.grad.mul_(1 + 1e-6)
-    return result
-
-def exchanges(setting):
-    return nccl.exchanges(setting, dist.get_rank())
-
-dropped = partial(mock.patch.multiple, dist, recv=lost(dist.recv), irecv=lost(dist.irecv))
-not_added = partial(mock.patch.object, dist, "all_reduce", lambda tensor, *more, **options: None)
-inexact = partial(mock.patch.object, penstock.Pipeline, "step", nearly)
-nothing_held = partial(mock.patch.object, penstock.Pipeline, "named_parameters", lambda pipe: iter(()))
-nothing_waits = partial(mock.patch.object, penstock.Pipeline, "deferred_weight_grad_fraction", {0: 0.0})
-training = partial(mock.patch, "penstock.pipe.pipeline.evaluating", lambda *args: mock.MagicMock())
-
-CASES = [
-    (exchanges, dropped), (exchanges, not_added), (partial(over_nccl.steps, "1f1b"), inexact),
-    (partial(over_nccl.large_messages, "zb-h1"), nothing_waits), (partial(over_nccl.evaluation, "1f1b"), training),
-    (partial(over_nccl.accumulation, "1f1b"), inexact), (partial(over_nccl.accumulation, "1f1b"), nothing_held),
-]
-
-def job(setting, rank):
-    found = []
-    for run, broken in CASES:
-        with nccl.rules(setting):
-            fine = run(setting)
-        with nccl.rules(setting), broken():
-            found.append([fine["ok"], run(setting)["ok"]])
-    return found
-
-print(json.dumps(ranks.on_ranks(Setting("cpu", Path(sys.argv[2])), 2, job)))
-"""
-
-
-@pytest.mark.long
-def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
-    lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
-    (by_rank,) = (json.loads(line) for line in lines if line.startswith("[["))
-    assert by_rank == [[[True, False]] * 7] * 2
-
-
 CHOSEN = """
 import json, sys, time
 sys.path[:0] = sys.argv[1:2]

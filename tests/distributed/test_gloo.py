@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+import os
+import time
 from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jobs
+import mesh_jobs
 import pytest
 import torch
+from jobs import TASKS
 from torch import Tensor
 
 import penstock
-from distributed.jobs import TASKS
+from penstock import checkpoint
+from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.schedule import Op
 from penstock.testing.transport_scripts import scripts_for
 from scaffolding.proofs import after_each_step
 from scaffolding.ranks import Ranks, RanksError
+from scaffolding.refusals import refusal_of
 from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
@@ -270,3 +278,60 @@ def test_what_one_rank_has_wrong_is_in_every_report(
     assert in_steps == [row]
     assert (len(seen[0].wrong) > 1) == (what == "buffer"), "an evaluation after the second step reads the buffer"
     assert f"the first is {row[0]} {row[1]} on stage" in seen[0].summary
+
+
+# -- what a rank gives back -------------------------------------------------------------------------------------------
+
+
+SECONDS = 5.0
+"""How long threads may take to end: rank 0's serves the others until they have left."""
+
+
+def threads() -> int:
+    return len(os.listdir("/proc/self/task"))
+
+
+def threads_of_a_closed_pipeline(rank: int, folder: Path, options: dict[str, Any]) -> tuple[int, int, str]:
+    """How many threads two replicas with a tie, which save in the background, add to this process; how many of them are
+    left once the pipeline is closed, which this function still holds; and what asking the others then says.
+
+    Nothing collects what refers to itself.
+    """
+    mesh = mesh_jobs.mesh_of((2, 2), ("dp", "pp"))
+    task = jobs.tied_gpt()
+    gc.collect()
+    gc.disable()
+    try:
+        before = threads()
+        with penstock.pipeline(task.model, task.args, loss=task.loss, microbatches=3, mesh=mesh, **options) as pipe:
+            result = pipe.step(*task.args, target=task.target)
+            checkpoint.save(folder, pipe, blocking=False)
+            within = threads()
+        end = time.monotonic() + SECONDS
+        while threads() > before and time.monotonic() < end:
+            time.sleep(0.01)
+        left = threads() - before
+        assert result.loss.isfinite()  # not read before: what brings it is over as well
+        return within - before, left, refusal_of(pipe.all_gather_object, rank)
+    finally:
+        gc.enable()
+
+
+def test_memory_of_other_ranks_stages_is_free(ranks3: Ranks) -> None:
+    held = ranks3.run(jobs.memory)
+    assert all(sum(rank[parameter] for rank in held) == 1 for parameter in range(len(held[0])))
+
+
+@pytest.mark.parametrize(("transport", "broadcast_loss"), [("auto", True), ("distributed", False)])
+def test_rank_that_is_done_first_fails_nobody(ranks3: Ranks, transport: TransportChoice, broadcast_loss: bool) -> None:
+    assert ranks3.run(jobs.end_early, transport, broadcast_loss) == [3, 3, 3]
+
+
+@pytest.mark.parametrize("transport", [pytest.param("auto", marks=pytest.mark.long), "distributed"])
+def test_threads_end_with_the_pipeline(ranks4: Ranks, transport: TransportChoice, tmp_path: Path) -> None:
+    """A group of gloo polls for as long as it is referred to."""
+    seen = ranks4.run(threads_of_a_closed_pipeline, tmp_path, {"transport": transport})
+    for added, left, said in seen:
+        assert added >= 3 * 5
+        assert left == 0
+        assert said == "PipelineClosedError: this pipeline was closed; make a new one"

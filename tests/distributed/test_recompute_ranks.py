@@ -1,4 +1,4 @@
-"""Recomputation, offload and deferred batch norm in real processes, by options or a plan, with the bits of one process."""
+"""Recomputation, offload and deferred norms in real processes, by options or a plan: the bits of one process."""
 
 from __future__ import annotations
 

@@ -37,7 +37,6 @@ CPU_SECONDS = {
     "tests/distributed/test_shared_modules.py": 10,
     "tests/distributed/test_weights.py": 5,
     "tests/distributed/test_saving.py": 10,
-    "tests/distributed/test_endings.py": 10,
     "tests/cli/test_shut_folders.py": 5,
     "tests/integrations/test_lightning.py": 45,
     "tests/integrations/test_trainer.py": 20,
@@ -56,7 +55,6 @@ CPU_SECONDS = {
     "tests/distributed/test_recompute_ranks.py": 5,
     "tests/distributed/test_cuts.py": 5,
     "tests/network/fabric/test_emulation.py": 20,
-    "tests/distributed/test_explained_ranks.py": 20,
     "tests/plan/explain/test_whole_steps.py": 20,
     "tests/runtime/split_backward/test_split_schedules.py": 15,
     "tests/cli/test_verify.py": 30,
@@ -81,7 +79,6 @@ CPU_SECONDS = {
     "tests/runtime/split_backward/test_compiled_products.py": 15,
     "tests/integrations/test_loggers.py": 5,
     "tests/documents/test_site.py": 35,
-    "tests/distributed/test_combined.py": 15,
 }
 """CPU seconds that the long tests of a file take, over all processes."""
 

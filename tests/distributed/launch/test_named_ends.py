@@ -7,7 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
+import penstock
+from penstock._base.errors import ArgumentError
 from penstock.distributed.launch.endings import (
     FAILURES,
     RankFailure,
@@ -18,6 +23,7 @@ from penstock.distributed.launch.endings import (
     register_run,
 )
 from penstock.distributed.launch.processes import Outcome, explain_end
+from penstock.distributed.launch.step_file import read_step
 
 RAISED = "rank 1 failed at 1F2: ValueError: boom"
 
@@ -89,3 +95,54 @@ def test_the_folder_of_a_run_has_the_same_last_word(tmp_path: Path, monkeypatch:
 def test_exit_status_of_an_exception() -> None:
     exits = [SystemExit(3), SystemExit(), SystemExit(-1), SystemExit("x")]
     assert [exit_status(error) for error in (ValueError(), *exits, KeyboardInterrupt())] == [1, 3, 0, 255, 1, 130]
+
+
+# -- the step under way, for who looks on from outside ----------------------------------------------------------------
+
+
+@pytest.fixture
+def path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("PENSTOCK_STEP_FILE", str(tmp_path / "step"))
+    return tmp_path / "step"
+
+
+def pipeline(path: Path, seen: list[int]) -> penstock.Pipeline:
+    """Notes what the file says whenever the loss of a microbatch is computed."""
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        seen.append(read_step(path))
+        return F.mse_loss(output, target)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    return penstock.pipeline(model, (torch.randn(4, 4),), loss=loss, microbatches=2, ranks=2)
+
+
+def test_training_steps_are_announced_when_they_begin_and_evaluations_are_not(path: Path) -> None:
+    assert read_step(path) == -1
+    seen: list[int] = []
+    with pipeline(path, seen) as pipe:
+        x, target = torch.randn(4, 4), torch.randn(4, 2)
+        pipe.evaluate(x, target=target)
+        for _ in range(2):
+            pipe.step(x, target=target)
+        pipe.evaluate(x, target=target)
+        pipe.step_count = 1000  # as a checkpoint does
+        pipe.step(x, target=target)
+    assert seen == [-1, -1, 0, 0, 1, 1, 1, 1, 1000, 1000]
+    assert path.read_bytes() == (1000).to_bytes(8, "little")
+
+
+def test_only_rank_0_announces(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    seen: list[int] = []
+    with pipeline(path, seen) as pipe:
+        pipe.step(torch.randn(4, 4), target=torch.randn(4, 2))
+    assert seen == [-1, -1]
+    assert not path.exists()
+
+
+def test_file_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "nowhere" / "step"
+    monkeypatch.setenv("PENSTOCK_STEP_FILE", str(path))
+    with pytest.raises(ArgumentError, match=f"PENSTOCK_STEP_FILE is '{path}', which cannot be written"):
+        pipeline(path, [])
