@@ -311,7 +311,6 @@ def test_names_with_the_wrapper_are_known_too_and_come_back_without(kind: str, g
         wrapped(WRAPPED[kind](), ["_orig_mod.7"])
 
 
-@pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_a_child_called_module_is_no_wrapper() -> None:
     model = nn.Sequential(OrderedDict(module=unwrapped(), last=nn.Linear(WIDTH, WIDTH)))
     with wrapped(model, ["module.2"]) as pipe:
@@ -319,7 +318,6 @@ def test_a_child_called_module_is_no_wrapper() -> None:
         pipe.load_state_dict(model.state_dict())
 
 
-@pytest.mark.filterwarnings("default")  # torch.compile's own
 def test_the_state_of_layers_goes_back_under_their_own_names() -> None:
     layers: list[nn.Module] = [nn.Sequential(OrderedDict([(name, nn.Linear(WIDTH, WIDTH))])) for name in ("up", "down")]
     with wrapped(layers) as pipe:
