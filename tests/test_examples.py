@@ -1,4 +1,4 @@
-"""The programs in `examples/` run, give the same figures alone and in processes, and those of a loop without Penstock."""
+"""The programs in `examples/` run, give the same figures alone, in processes, and without Penstock."""
 
 from __future__ import annotations
 

@@ -288,13 +288,9 @@ def test_chosen_cuts_have_no_wrapper_in_their_names() -> None:
 @pytest.mark.parametrize(
     ("kind", "given", "known"),
     [
-        ("compiled", "_orig_mod.2", "2"),
         ("compiled", "_orig_mod.2.0:1", "2.0:1"),
-        ("compiled", "module._orig_mod.2", "2"),
-        ("compiled blocks", "2._orig_mod", "2"),
         ("compiled blocks", "2._orig_mod:1", "2:1"),
         ("checkpointed blocks", "2._checkpoint_wrapped_module.0", "2.0"),
-        ("data-parallel", "module.2", "2"),
         ("data-parallel and compiled", "module._orig_mod.2.0", "2.0"),
     ],
 )

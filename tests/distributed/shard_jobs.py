@@ -202,21 +202,6 @@ def view_updated(rank: int, shards: bool) -> dict[str, Tensor | None]:
         return {name: None if p.grad is None else whole(p.grad) for name, p in pipe.named_parameters()}
 
 
-def memory(rank: int) -> tuple[int, int, int]:
-    """Elements of parameters that a rank holds between steps: sharded, of its own stage, and of the whole model."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    model = Blocks()
-    count = sum(p.numel() for p in model.parameters())
-    x, y = inputs()
-    with penstock.pipeline(
-        model, (x,), loss=squared_error, mesh=mesh, microbatches=2, parallelize=every_block(mesh["dp"])
-    ) as pipe:
-        pipe.step(x, target=y)
-        held = [p for p in pipe.model.parameters() if not p.is_meta]
-        mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in held)
-        return mine, sum(p.numel() for _, p in pipe.named_parameters()), count
-
-
 def replicate_children(mesh: DeviceMesh) -> Function:
     def parallelize(stage: nn.Module) -> None:
         for child in stage.children():

@@ -1,4 +1,5 @@
-"""Whoever connects to the failure detector, and whatever it is sent: it goes on, and its ranks are served."""
+"""How ranks meet. Whoever connects to the failure detector, and whatever it is sent: it goes on, and serves its ranks.
+A rank that waits for others at the start says for whom and where, and what is wrong with how they were started."""
 
 from __future__ import annotations
 
