@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from accelerate.state import AcceleratorState
 from torch import nn
@@ -20,7 +19,7 @@ import penstock
 from penstock.cli import app
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
-from scaffolding.scripts import lines_here, lines_of_rank
+from scaffolding.scripts import lines_here, lines_of_rank, lines_of_torchrun
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -80,13 +79,6 @@ def test_vision_trains_as_plain_torch_does(
         assert torch.equal(kept[0][name], value), name
 
 
-def lines_of_process(rank: int, script: Path, *arguments: str | Path) -> list[str]:
-    """What a rank of a pool prints that is told, as torchrun does, how many there are."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("WORLD_SIZE", str(dist.get_world_size()))
-        return lines_of_rank(rank, script, *arguments)
-
-
 @pytest.mark.distributed
 @pytest.mark.parametrize(
     ("pool", "options"),
@@ -102,7 +94,7 @@ def test_mesh_learns_the_same_alone_and_in_replicas(
     script = EXAMPLES / "train_mesh.py"
     alone = lines_here(script, "--steps", "20", "--folder", tmp_path / "alone")
     assert len(alone) == 1
-    first, *others = ranks.run(lines_of_process, script, "--steps", "20", "--folder", tmp_path / "split", *options)
+    first, *others = ranks.run(lines_of_torchrun, script, "--steps", "20", "--folder", tmp_path / "split", *options)
     assert (first, others) == (alone, [[]] * (ranks.n - 1))
     if pool == "ranks2":
         return
@@ -155,15 +147,9 @@ def without_penstock(example: dict[str, Any]) -> tuple[dict[str, torch.Tensor], 
     return model.state_dict(), float(loss)
 
 
-def lines_of_torchrun(rank: int, script: Path, *arguments: str | Path) -> list[str]:
-    """What a rank of a pool prints, which Accelerate believes to be torchrun's."""
+def lines_of_accelerate(rank: int, script: Path, *arguments: str | Path) -> list[str]:
     AcceleratorState._reset_state(reset_partial_state=True)
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("RANK", "LOCAL_RANK"):
-            patch.setenv(name, str(rank))
-        for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-            patch.setenv(name, "2")
-        return lines_here(script, *arguments)
+    return lines_of_torchrun(rank, script, *arguments)
 
 
 @pytest.mark.filterwarnings("ignore")  # theirs
@@ -194,7 +180,7 @@ def test_trainer_goes_on_from_what_other_ranks_saved(tmp_path: Path, ranks2: Ran
     ]  # fmt: skip
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "trainer").state_dict()
     shutil.rmtree(tmp_path / "trainer" / "checkpoint-4")
-    assert ranks2.run(lines_of_torchrun, TRAINER, *short, "--resume") == [steps[2:], []]
+    assert ranks2.run(lines_of_accelerate, TRAINER, *short, "--resume") == [steps[2:], []]
     for name, value in AutoModelForCausalLM.from_pretrained(tmp_path / "trainer").state_dict().items():
         torch.testing.assert_close(value, whole[name], rtol=0, atol=1e-5)  # the tied embedding's gradient is rounded
 
@@ -207,7 +193,7 @@ def test_accelerate_prints_what_the_loop_prints(tmp_path: Path, ranks2: Ranks, p
     options = (*BRIEF, tmp_path / "accelerate", "--precision", precision)
     AcceleratorState._reset_state(reset_partial_state=True)
     lines = lines_here(ACCELERATE, *options)
-    assert ranks2.run(lines_of_torchrun, ACCELERATE, *options) == [lines, []]
+    assert ranks2.run(lines_of_accelerate, ACCELERATE, *options) == [lines, []]
     if precision == "no":
         words = lines_here(LOOP, *BRIEF, tmp_path / "loop")[0].split()
         assert lines[0].split()[:3] == words[:3]

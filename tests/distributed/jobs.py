@@ -25,6 +25,7 @@ from penstock.runtime.execute.transport_choice import TransportChoice
 from scaffolding import models
 from scaffolding.models import GPT, Case, squared_error
 from scaffolding.refusals import refusal_of
+from scaffolding.sleeping import SleepingBlock
 
 ROWS = 12
 
@@ -257,28 +258,11 @@ def memory(rank: int) -> list[bool]:
         return [ref() is not None for ref in before]
 
 
-class SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(0.05)
-        return grad
-
-
-class Slow(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = SlowBackward.apply(super().forward(x))  # type: ignore[no-untyped-call]
-        return y
-
-
 def end_early(rank: int, transport: TransportChoice, share_loss: bool) -> int:
     """The last ranks are done, and close, long before the first has taken its last gradients."""
     torch.manual_seed(0)
-    x, y = torch.randn(8, 5), torch.randn(8, 5)
-    model = nn.Sequential(Slow(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    model = nn.Sequential(SleepingBlock(0.025), nn.Linear(4, 4), nn.Linear(4, 4))
     options = {"loss": squared_error, "microbatches": 4, "transport": transport, "broadcast_loss": share_loss}
     with penstock.pipeline(model, (x,), leaf_modules=["0"], **options) as pipe:
         for _ in range(3):

@@ -9,7 +9,6 @@ import copy
 import threading
 import time
 from collections.abc import Callable, Iterator
-from functools import partial
 from itertools import product
 from typing import Any, NamedTuple
 from unittest import mock
@@ -24,8 +23,6 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.distributed.groups import Groups
-from penstock.runtime.execute.clock import StreamClock
-from penstock.runtime.transport.distributed import DistributedTransport, ReceiveOrder
 from penstock.schedule import schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
 from penstock.testing import nccl
@@ -34,7 +31,7 @@ from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.compared import differences, impossible_messages
 from scaffolding.models import squared_error
-from scaffolding.ranks import Ranks, RanksError
+from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
@@ -159,49 +156,6 @@ def steps(cell: Cell, **options: Any) -> list[str]:
                     f"{rows} rows, step {step}: {what}" for what in differences(pipe, reference, expected, result)
                 ]
     return found
-
-
-def with_bug(rank: int, bug: str) -> list[str]:
-    """What differs from one device with a bug."""
-    cell, patch = BUGS[bug]
-    with patch():
-        return train(rank, cell)
-
-
-def post_when_it_can_start(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
-    if receiver.can_start:
-        receiver.start(microbatch)
-
-
-def start_when_needed(way: ReceiveOrder, receiver: Any, microbatch: int) -> None:
-    if not receiver.has_started(microbatch):
-        receiver.start(microbatch)
-
-
-def mark_and_synchronize(clock: StreamClock, mark: Any = StreamClock.mark) -> Any:
-    torch.cuda.synchronize()
-    return mark(clock)
-
-
-BUGS: dict[str, tuple[Cell, Callable[[], Any]]] = {
-    "receives in the order of use": (
-        Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False)),
-        partial(mock.patch.multiple, ReceiveOrder, post=post_when_it_can_start, start_until=start_when_needed),
-    ),
-    "pairs meet at their first message": (
-        Cell("chimera", "chain", 4, 1, (False, False)),
-        partial(mock.patch.object, DistributedTransport, "connect", return_value=None),
-    ),
-    "all pairs share two groups": (
-        Cell("1f1b", "a skip over two cuts", 4, 1, (False, False), eager=True),
-        partial(mock.patch.object, Groups, "pair", return_value=None),
-    ),
-    "timed by synchronizing": (
-        Cell("1f1b", "chain", 2, 1, (True, False)),
-        partial(mock.patch.object, StreamClock, "mark", mark_and_synchronize),
-    ),
-}
-"""Bugs, each with a cell that does not survive it."""
 
 
 # -- the rules by themselves ------------------------------------------------------------------------------------------
@@ -391,19 +345,6 @@ def test_groups_of_two_are_only_those_that_exchange_messages(ranks4: Ranks) -> N
     assert ranks4.run(groups_of_two, chain._replace(eager=False)) == [0, 0, 0, 0]
     skipping = chain._replace(model="a skip over one cut")
     assert ranks4.run(groups_of_two, skipping) == [4, 6, 6, 4]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
-    cell, _ = BUGS[bug]
-    ranks: Ranks = request.getfixturevalue(f"ranks{cell.stages // cell.chunks}")
-    assert ranks.run(train, cell, seconds=SECONDS) == [[]] * ranks.n
-    try:
-        found = ranks.run(with_bug, bug, seconds=15.0)
-    except RanksError:
-        return  # it hung, or raised
-    assert any(found)
 
 
 @pytest.mark.parametrize("rule", RULES)

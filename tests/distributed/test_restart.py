@@ -81,19 +81,15 @@ penstock.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(
 
 @pytest.mark.long
 @pytest.mark.distributed
-def test_a_rank_that_left_with_success_is_named(tmp_path: Path) -> None:
-    (tmp_path / "leaves.py").write_text(LEAVES)
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_left_with_success_is_named_and_a_slow_one_is_waited_for(tmp_path: Path, leaves: bool) -> None:
+    text = LEAVES if leaves else LEAVES.replace("sys.exit(0)", "__import__('time').sleep(12)")
+    (tmp_path / "leaves.py").write_text(text)
     command = [sys.executable, "-m", "penstock", "run", "--ranks", "2", "leaves.py"]
     done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 1
-    assert "rank 0 stops: rank 1 has ended before all ranks had called penstock.pipeline, as each has to" in done.stderr
-
-
-@pytest.mark.long
-@pytest.mark.distributed
-def test_a_slow_rank_is_waited_for(tmp_path: Path) -> None:
-    slow = LEAVES.replace("sys.exit(0)", "__import__('time').sleep(12)")
-    (tmp_path / "slow.py").write_text(slow)
-    command = [sys.executable, "-m", "penstock", "run", "--ranks", "2", "slow.py"]
-    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
-    assert (done.returncode, done.stderr) == (0, "")
+    if leaves:
+        words = "rank 0 stops: rank 1 has ended before all ranks had called penstock.pipeline, as each has to"
+        assert done.returncode == 1
+        assert words in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")
