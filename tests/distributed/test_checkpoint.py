@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,35 +93,30 @@ class Averages:
         self.listed = Shadow({"optimization_step": 0, "shadow_params": [p.detach().clone() for p in pipe.parameters()]})
         self.whole = Shadow({"shadow_params": [p.detach().clone() for p in pipe.model.parameters()]})
 
+    def pairs(self, pipe: penstock.Pipeline) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
+        """The average and the parameter, its tensor, and what it is the average of."""
+        for what, tensors in (("by name", self.by_name), ("nested", self.nested.state["shadow"])):
+            for name, parameter in pipe.named_parameters():
+                yield f"{what} {name}", tensors[name], parameter.detach()
+        for what, shadow, named in (("listed", self.listed, pipe), ("whole", self.whole, pipe.model)):
+            for mine, (name, parameter) in zip(shadow.state["shadow_params"], named.named_parameters(), strict=True):
+                yield f"{what} {name}", mine, parameter.detach()
+
     def update(self, pipe: penstock.Pipeline) -> None:
         self.model.update_parameters(pipe.model)
-        for tensors in (self.by_name, self.nested.state["shadow"]):
-            for name, parameter in pipe.named_parameters():
-                tensors[name].lerp_(parameter.detach(), 0.5)
-        for shadow, parameters in ((self.listed, pipe.parameters()), (self.whole, pipe.model.parameters())):
-            for mine, parameter in zip(shadow.state["shadow_params"], parameters, strict=True):
-                mine.sub_(0.5 * (mine - parameter.detach()))
+        for _, mine, parameter in self.pairs(pipe):
+            mine.sub_(0.5 * (mine - parameter))
         self.listed.state["optimization_step"] += 1
 
     def others(self) -> dict[str, Any]:
-        return {
-            "model": self.model,
-            "averages": [self.by_name, self.nested],
-            "lists": {"a": self.listed, "b": self.whole},
-        }
+        averages, lists = [self.by_name, self.nested], {"a": self.listed, "b": self.whole}
+        return {"model": self.model, "averages": averages, "lists": lists}
 
     def held(self, pipe: penstock.Pipeline) -> dict[str, torch.Tensor]:
-        """Every average's tensors of this process, by the average and the parameter."""
-        found = {f"model {n}": t for n, t in self.model.state_dict().items() if not t.is_meta}
-        found |= {f"by name {name}": tensor for name, tensor in self.by_name.items()}
-        found |= {f"nested {name}": tensor for name, tensor in self.nested.state["shadow"].items()}
-        for what, shadow, parameters in (
-            ("listed", self.listed, dict(pipe.named_parameters())),
-            ("whole", self.whole, dict(pipe.model.named_parameters())),
-        ):
-            pairs = zip(parameters, shadow.state["shadow_params"], strict=True)
-            found |= {f"{what} {name}": tensor for name, tensor in pairs if not tensor.is_meta}
-        return {key: tensor.detach().clone() for key, tensor in found.items()}
+        """Every average's tensors of this process."""
+        found = {f"model {name}": tensor for name, tensor in self.model.state_dict().items()}
+        found |= {name: mine for name, mine, _ in self.pairs(pipe)}
+        return {name: tensor.detach().clone() for name, tensor in found.items() if not tensor.is_meta}
 
 
 class Shadow:

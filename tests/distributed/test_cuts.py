@@ -21,7 +21,7 @@ import penstock
 from penstock import ArgumentError, pipeline
 from penstock.costs import Profile, UnitCost
 from penstock.distributed.failure_detector import Timeouts
-from penstock.partition import NoStreams, Partitioner, choose_cuts
+from penstock.partition import choose_cuts
 from penstock.partition.measure.pieces import compute_fingerprint
 from penstock.partition.recording import Recording
 from penstock.runtime.execute.control import Control
@@ -35,34 +35,6 @@ from scaffolding.small import batch
 pytestmark = pytest.mark.distributed
 
 
-class Block(nn.Module):
-    def __init__(self, is_slow: bool) -> None:
-        super().__init__()
-        self.layer, self.is_slow = nn.Linear(9, 9), is_slow
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.is_slow:
-            square = torch.ones(256, 256)
-            x = x + (square @ square)[0, 0] * 0
-        return torch.tanh(self.layer(x))
-
-
-def model(rank: int) -> nn.Module:
-    """On rank 0 the last block is slow, on the others the first two."""
-    torch.manual_seed(0)
-    slow = {5} if rank == 0 else {0, 1}
-    return nn.Sequential(*(Block(index in slow) for index in range(6)))
-
-
-def cuts(rank: int) -> tuple[tuple[str, ...], tuple[str, ...], float]:
-    """Where this rank would cut by itself, where it does, and the loss."""
-    x, y = batch(4)
-    own = Partitioner(model(rank), 2, streams=NoStreams())((x,)).cuts
-    with penstock.pipeline(model(rank), (x,), microbatches=2, loss=F.mse_loss) as pipe:
-        loss = pipe.step(x, target=y).loss
-        return own, pipe.cuts, float(loss)
-
-
 def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
     """Where this rank cuts, how often it measured, and the loss. Each rank would find another half slow."""
     slow = {str(index) for index in (range(4, 6) if rank == 0 else range(4))}
@@ -74,9 +46,10 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
         units = tuple(UnitCost(name, 2.0 if name in slow else 1.0, 0.0, 0.0) for name in map(str, range(6)))
         return Profile(units, "cpu", of.dtype, of.parameters)
 
-    x, y = batch(4)
+    torch.manual_seed(0)
+    layers, (x, y) = nn.Sequential(*(nn.Linear(9, 9) for _ in range(6))), batch(4)
     with patch.multiple(choose_cuts, MIN_MEASURED_WORK=0, measure=measured):
-        with penstock.pipeline(model(0), (x,), microbatches=2, loss=F.mse_loss, balance="time") as pipe:
+        with penstock.pipeline(layers, (x,), microbatches=2, loss=F.mse_loss, balance="time") as pipe:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 
 
@@ -89,14 +62,6 @@ def overlap(rank: int, beside: bool) -> str:
     if beside:
         layers[0].weight.data, layers[2].weight.data = torch.cat([weight, weight], 1).chunk(2, 1)
     return refusal_of(penstock.pipeline, layers, batch(4)[:1], microbatches=2, loss=F.mse_loss)
-
-
-def test_all_ranks_cut_where_the_first_one_does(ranks2: Ranks) -> None:
-    (first, here, loss), (second, there, other_loss) = ranks2.run(cuts)
-    assert first != second
-    assert here == there == first
-    x, y = batch(4)
-    assert loss == other_loss == pytest.approx(F.mse_loss(model(0)(x), y).item())
 
 
 def test_the_first_rank_alone_measures_and_all_cut_there(ranks2: Ranks) -> None:

@@ -77,21 +77,19 @@ def train(
     mesh: bool = False,
     steps: int = STEPS,
     folder: Path | None = None,
-    loads: bool = False,
 ) -> Trained:
-    """Trains; saves at the end to `folder`, or begins with what is saved there."""
+    """Trains; begins with what is saved in `folder`, or saves there at the end."""
     x, y, of_mesh = setting(mesh)
     losses, norms = [], []
     with penstock.pipeline(mlp(), (x,), loss_fn=make(), **of_mesh, **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=0.1)
-        if loads and folder is not None:
-            assert checkpoint.load(folder, pipe, optimizer) is not None
+        loaded = folder and checkpoint.load(folder, pipe, optimizer)
         for _ in range(steps):
             losses.append(pipe.step(x, target=y).loss)
             norms.append(pipe.clip_grad_norm_(0.5))
             optimizer.step()
             optimizer.zero_grad()
-        if folder is not None and not loads:
+        if folder is not None and loaded is None:
             checkpoint.save(folder, pipe, optimizer)
             checkpoint.export_safetensors(folder / "model.safetensors", pipe)
         return Trained(losses, norms, {name: tensor.clone() for name, tensor in pipe.state_dict().items()})
@@ -173,7 +171,7 @@ def test_two_copies_of_the_last_stage_add_their_gradients(ranks2: Ranks) -> None
 
 def test_checkpoints_have_them_and_files_of_the_model_do_not(ranks2: Ranks, tmp_path: Path) -> None:
     ranks2.run(partial(train, steps=1, folder=tmp_path), Centers, {})
-    after = train(0, Centers, {"ranks": 1}, steps=2, folder=tmp_path, loads=True)
+    after = train(0, Centers, {"ranks": 1}, steps=2, folder=tmp_path)
     expected = by_hand(3)
     assert all(torch.equal(after.state[name], tensor) for name, tensor in expected.state.items())
     mlp().load_state_dict(load_file(tmp_path / "model.safetensors"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import mesh_jobs
@@ -65,12 +65,12 @@ def address(tensor: StandIn) -> int:
     return tensor.values.data_ptr()
 
 
-def waits_in_a_steady_step(rank: int, options: dict[str, Any]) -> dict[str, int]:
+def waits_in_a_steady_step(rank: int) -> dict[str, int]:
     """What the host, and the thread that sends, waited for."""
     stand_in.install()
     x, y = batch(8)
-    given: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "broadcast_loss": False, **STAGED, **options}
-    with penstock.pipeline(mlp(), (x,), **given) as pipe:
+    given: dict[str, Any] = {"microbatches": 4, "loss": F.mse_loss, "broadcast_loss": False, "schedule": "zb-h1"}
+    with penstock.pipeline(mlp(), (x,), **STAGED, **given) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
         for step in range(STEADY + 1):
             if step == STEADY:
@@ -83,14 +83,7 @@ def waits_in_a_steady_step(rank: int, options: dict[str, Any]) -> dict[str, int]
         return dict(stand_in.waits)
 
 
-class Seen(NamedTuple):
-    notes: str
-    first_line: str
-    transport: str
-    losses: list[float]
-
-
-def by_itself(rank: int, choice: Any) -> Seen:
+def by_itself(rank: int, choice: Any) -> tuple[list[float], str, str]:
     """What is said of the transport where each rank has a device of its own, and the job has gloo alone."""
     stand_in.install()
     x, y = batch(8)
@@ -101,7 +94,7 @@ def by_itself(rank: int, choice: Any) -> Seen:
         losses = [float(pipe.step(x, target=y).loss) for _ in range(3)]
         carries = pipe.session.engine.transports[rank]
         inside = carries.messages if isinstance(carries, StagedTransport) else carries
-        return Seen("\n".join(pipe.notes), repr(pipe).splitlines()[0], type(inside).__name__, losses)
+        return losses, type(inside).__name__, "\n".join([repr(pipe), *pipe.notes])
 
 
 def refused(rank: int, options: list[dict[str, Any]]) -> str:
@@ -148,7 +141,7 @@ def test_conformance(own_pair: Ranks, neighbors: bool) -> None:
 
 def test_a_steady_step_waits_for_copies_alone(own_pair: Ranks) -> None:
     """Four messages each way."""
-    assert own_pair.run(waits_in_a_steady_step, {"schedule": "zb-h1"}) == [{"event" + APART: 4}] * 2
+    assert own_pair.run(waits_in_a_steady_step) == [{"event" + APART: 4}] * 2
 
 
 @pytest.mark.parametrize(
@@ -158,11 +151,10 @@ def test_without_nccl_it_is_chosen_by_itself_and_said(own_pair: Ranks, choice: s
     x, y = batch(8)
     with penstock.pipeline(mlp(), (x,), ranks=1, microbatches=4, loss=F.mse_loss) as pipe:
         expected = [float(pipe.step(x, target=y).loss) for _ in range(3)]
-    for seen in own_pair.run(by_itself, choice):
-        assert seen.transport == inside
-        assert seen.losses == expected
-        assert seen.first_line.endswith(", staged transport")
-        assert "through the host's memory, since torch.distributed was initialized without NCCL" in seen.notes
+    for losses, transport, said in own_pair.run(by_itself, choice):
+        assert (losses, transport) == (expected, inside)
+        assert said.splitlines()[0].endswith(", staged transport")
+        assert "through the host's memory, since torch.distributed was initialized without NCCL" in said
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -58,27 +59,24 @@ def spare() -> tuple[Spare, Tensor, Tensor]:
     return Spare(), ids[:, :-1].clone(), ids[:, 1:].clone()
 
 
-def train_spare(model: nn.Module, steps: int, act: Callable[[penstock.Pipeline], Any], **options: Any) -> Any:
-    _, x, y = spare()
-    with penstock.pipeline(model, (x,), loss=token_error, microbatches=4, **options) as pipe:
+@contextmanager
+def training(model: nn.Module | None = None, steps: int = 0, **options: Any) -> Iterator[penstock.Pipeline]:
+    made, x, y = spare()
+    with penstock.pipeline(model or made, (x,), loss=token_error, microbatches=4, **options) as pipe:
         optimizer = torch.optim.AdamW(pipe.parameters(), lr=1e-2)
         for _ in range(steps):
             pipe.step(x, target=y)
             optimizer.step()
             optimizer.zero_grad()
-        return act(pipe)
+        yield pipe
 
 
 def exported(rank: int, folder: Path, options: dict[str, Any]) -> dict[str, Tensor]:
     """Trains, writes a file and a checkpoint; returns what this process holds."""
-
-    def act(pipe: penstock.Pipeline) -> dict[str, Tensor]:
+    with training(steps=2, **options) as pipe:
         checkpoint.export_safetensors(folder / "new" / "model.safetensors", pipe, metadata={"made": "by a test"})
         checkpoint.save(folder / "checkpoints", pipe)
         return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
-
-    held: dict[str, Tensor] = train_spare(spare()[0], 2, act, **options)
-    return held
 
 
 def set_buffers(name: str, module: nn.Module) -> None:
@@ -91,53 +89,35 @@ def set_buffers(name: str, module: nn.Module) -> None:
 
 def read_by(rank: int, path: Path, how: str) -> dict[str, Tensor]:
     """What this process holds once it has read weights: into a model, or into one on the meta device."""
-
-    def held(pipe: penstock.Pipeline) -> dict[str, Tensor]:
+    with torch.device("meta" if how == "meta" else "cpu"):
+        model, options = Spare(), dict[str, Any]()
+    if how == "meta":
+        options["materialize"] = checkpoint.init_from_weights(path, model, init_missing=set_buffers)
+    with training(model, **options) as pipe:
         if how == "import":
             checkpoint.import_safetensors(path, pipe)
         return {**pipe.state_dict(), **dict(pipe.named_buffers())}
 
-    if how == "import":
-        model = spare()[0]
-        for tensor in model.state_dict().values():
-            tensor.zero_()
-        return dict(train_spare(model, 0, held))
-    with torch.device("meta"):
-        model = Spare()
-    return dict(
-        train_spare(model, 0, held, materialize=checkpoint.init_from_weights(path, model, init_missing=set_buffers))
-    )
-
 
 def refused(rank: int, folder: Path) -> list[str]:
     """What is said of a file of another model, on one rank alone."""
-
-    def act(pipe: penstock.Pipeline) -> list[str]:
-        wrong, more = ("wrong", "more") if rank else ("right", "right")
-        paths = (folder / wrong / "model.safetensors", folder / more, folder / "nothing")
+    wrong, more = ("wrong", "more") if rank else ("right", "right")
+    paths = (folder / wrong / "model.safetensors", folder / more, folder / "nothing")
+    with training() as pipe:
         said = [refusal_of(checkpoint.import_safetensors, path, pipe) for path in paths]
         return [*said, refusal_of(checkpoint.export_safetensors, folder / "file" / "model.safetensors", pipe)]
-
-    return list(train_spare(spare()[0], 0, act))
 
 
 def export_without_memory(rank: int, folder: Path) -> str:
     """Rank 0 lacks the memory for one of its own tensors; then the pipeline exports again. Returns what is said."""
-
-    def act(pipe: penstock.Pipeline) -> str:
-        path = folder / "model.safetensors"
-        fails = [MemoryError("none left"), *[mock.DEFAULT] * 99] if rank == 0 else None
-        with (
-            mock.patch.object(exports, "to_bytes", side_effect=fails, wraps=exports.to_bytes),
-            pytest.raises(penstock.CheckpointError) as said,
-        ):
-            checkpoint.export_safetensors(path, pipe)
+    path = folder / "model.safetensors"
+    fails = [MemoryError("none left"), *[mock.DEFAULT] * 99] if rank == 0 else None
+    with training(steps=1) as pipe:
+        with mock.patch.object(exports, "to_bytes", side_effect=fails, wraps=exports.to_bytes):
+            said = refusal_of(checkpoint.export_safetensors, path, pipe)
         assert not list(folder.iterdir())
         checkpoint.export_safetensors(path, pipe)
-        return str(said.value)
-
-    told: str = train_spare(spare()[0], 1, act)
-    return told
+    return said
 
 
 class Deep(nn.Module):
@@ -299,7 +279,7 @@ def test_what_is_refused_is_refused_on_every_rank(ranks2: Ranks, tmp_path: Path)
 
 
 def test_a_first_rank_that_runs_out_of_memory_leaves_no_other_waiting(ranks2: Ranks, tmp_path: Path) -> None:
-    fails = f"cannot write {tmp_path}/model.safetensors: MemoryError: none left (rank 0)"
+    fails = f"CheckpointError: cannot write {tmp_path}/model.safetensors: MemoryError: none left (rank 0)"
     assert ranks2.run(export_without_memory, tmp_path) == [fails, fails]
     assert load_file(tmp_path / "model.safetensors").keys() >= {"embed.weight", "last.bias"}
 
