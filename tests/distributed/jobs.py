@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import time
 import weakref
 from collections.abc import Callable
@@ -162,7 +161,6 @@ def look(rank: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
             "meta buffers": [name for name, b in pipe.model.named_buffers() if b.is_meta],
             "timeline": result.timeline,
             "schedule": pipe.schedule,
-            "hash": hashlib.sha256(str(pipe.schedule).encode()).hexdigest(),
             "transport": type(pipe.session.engine.transports[rank]).__name__,
         }
         for attribute in ("loss", "outputs"):

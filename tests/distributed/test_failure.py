@@ -69,17 +69,6 @@ def test_silent_rank_that_nobody_waits_for_or_whose_process_runs_is_left_alone()
     assert World([Position("0F0"), RECEIVE], state="running").pass_time(60, silent=(0,)) is None
 
 
-def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
-    world = World([OUTSIDE, OUTSIDE])
-    world.detector.beat(0, RankStatus(left=True))
-    world.detector.record_disconnect(0)
-    assert world.pass_time(60, silent=(0,)) is None
-    world.positions[1], world.since[1] = RECEIVE, world.clock.now
-    assert world.pass_time(4, silent=(0,)) is None
-    failure = world.pass_time(2, silent=(0,))
-    assert failure == Failure(0, None, "its program ended while rank 1 waits for 1RECV_F0 from rank 0", "left")
-
-
 def test_detector_that_was_asleep_accuses_nobody() -> None:
     world = World([Position("0F0"), RECEIVE])
     world.pass_time(3)

@@ -134,23 +134,18 @@ def test_hundreds_of_guests_and_a_rank_that_returns_keep_no_rank_out(served: Ser
         assert len(served.server._connections_from(0)) == 4
 
 
-@pytest.mark.parametrize("how", ["before the token", "after it"])
-def test_a_rank_whose_first_connection_breaks_connects_again(
-    served: Served, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rank_whose_first_connection_breaks_connects_again(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """Strangers may take its place, or a middlebox cut it."""
-    whole, broken = served.server._admit if how == "before the token" else served.server._handle, []
+    whole, broken = served.server._handle, []
 
     def once(connection: Connection, *sent: Any) -> None:
-        if not broken and (how == "before the token" or connection.rank == 0):
+        if broken or connection.rank != 0:
+            whole(connection, *sent)
+        else:
             broken.append(connection)
-            if how == "after it":
-                connection.link.shutdown(socket.SHUT_RDWR)
-                return
-            raise ConnectionResetError
-        whole(connection, *sent)
+            connection.link.shutdown(socket.SHUT_RDWR)
 
-    monkeypatch.setattr(served.server, "_admit" if how == "before the token" else "_handle", once)
+    monkeypatch.setattr(served.server, "_handle", once)
     watchdog = Watchdog.join(served.server.address, 0, 2, PATIENCE, MissingRanks(0, 2, PATIENCE))
     assert broken
     assert watchdog.failure is None
