@@ -80,26 +80,10 @@ def test_a_crash_at_any_point_leaves_the_old_one_or_the_new_one(
         assert text_of(find(parent / "step-00000005")) if step == 5 else True
         if len(done) < calls:  # it went to its end
             break
-        crashed_twice(parent, monkeypatch, step, first_deleted)
         save(parent, 7, "newest")
         assert [path.name for path in parent.iterdir()] == ["step-00000007"]
         assert text_of(latest(parent)) == "newest"
     assert crashes > 8
-
-
-def crashed_twice(parent: Path, monkeypatch: pytest.MonkeyPatch, step: int, first_deleted: str) -> None:
-    """The save after a crash, which also takes away what is left, crashes in turn."""
-    for calls in range(100):
-        again = parent.with_name(f"{parent.name}-{calls}")
-        shutil.copytree(parent, again)
-        with crash_after(monkeypatch, calls, first_deleted) as done:
-            try:
-                save(again, step + 1, "newer")
-            except Crash:
-                assert text_of(latest(again)) in ("old", "new", "newer"), done
-            else:
-                return
-    raise AssertionError("it never came to its end")
 
 
 @pytest.mark.parametrize("again", [False, True], ids=["the next step", "the same step again"])

@@ -170,15 +170,6 @@ def test_data_begin_at_whole_words_and_large_elements_come_first(tmp_path: Path,
     assert all(torch.equal(tensors[key], tensor) for key, tensor in load_file(tmp_path / "file.safetensors").items())
 
 
-def test_of_several_holders_the_first_writes() -> None:
-    """The others of a tie have the same values, but only one of them sends."""
-    held = [
-        [FileEntry("tied", torch.float32, (2,))],
-        [FileEntry("tied", torch.float32, (2,)), FileEntry("own", torch.float32, (1,))],
-    ]
-    assert [(entry.name, entry.owner) for entry in order_entries(held, ["own", "tied"])] == [("own", 1), ("tied", 0)]
-
-
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes(b"damaged" * 9)
     damaged = pytest.raises(CheckpointError, match=r"model\.safetensors is not a safetensors file")

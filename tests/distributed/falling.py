@@ -27,7 +27,6 @@ from penstock.runtime.execute.executor import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding.forked import End, forked
-from scaffolding.tcp import sockets
 
 STAGES = 3
 LIMIT_SECONDS = 60.0
@@ -76,7 +75,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
         cuts=["blocks.1", "blocks.2"],
         microbatches=4,
         schedule=case.get("schedule", "1f1b"),
-        transport=sockets if case.get("transport") == "tcp" else case.get("transport", "auto"),
+        transport=case.get("transport", "auto"),
         mesh=mesh,
     )
     target = target.view(4, 5)

@@ -86,7 +86,6 @@ TASKS: dict[str, Callable[[], Case]] = {
     "tied_gpt_with_dropout": partial(tied_gpt, 0.2),
     "skips": partial(models.skips, ROWS),
     "in_place": partial(models.in_place, ROWS),
-    "llama": lambda: models.llama(ROWS)._replace(loss=None),
     "frozen_first_stage": frozen_first_stage,
 }
 

@@ -33,7 +33,6 @@ LONG = {
     "other ways": [
         *(case("stop", 1, "RECV_F"), case("leave", 2, "B"), case("kill", 4, "REDUCE_GRAD", replicas=2)),
         *(case("stop", victim, op, schedule="zb-h1") for victim, op in ((0, "W"), (1, "I"))),
-        *(case("kill", victim, op, transport="tcp") for victim, op in ((0, "F"), (1, "RECV_F"))),
     ],
 }
 

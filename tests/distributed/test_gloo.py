@@ -45,17 +45,17 @@ def ranks(request: pytest.FixtureRequest) -> Ranks:
     ("ranks", "name", "schedule"),
     long_after(
         *(4, (2, "in_place", "1f1b"), (2, "deep_with_dropout", "chimera"), (3, "skips", "gpipe")),
-        *((3, "frozen_first_stage", "1f1b"), (3, "tied_gpt_with_dropout", "1f1b"), (2, "llama", "naive")),
+        *((3, "frozen_first_stage", "1f1b"), (3, "tied_gpt_with_dropout", "1f1b")),
     ),
     indirect=["ranks"],
 )
 def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
-    """Every schedule: `test_nccl_rules.py` and `test_zoo_ranks.py`. A tie of three ranks' first and last: below."""
+    """Every schedule: `test_nccl_rules.py` and `test_support_matrix.py`."""
     reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 6})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     ok, summary, kinds = reports[0]
     assert ok, summary
-    assert kinds == (["buffer"] if name == "llama" else []) + ["gradient", "loss", "output"]
+    assert kinds == ["gradient", "loss", "output"]
 
 
 def test_a_rank_without_parameters(ranks3: Ranks) -> None:
@@ -197,7 +197,7 @@ def test_conformance(ranks2: Ranks, transport: str) -> None:
 # -- several machines -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long  # in test_cluster_examples.py machines are two for real, and in test_bad_network.py the network
+@pytest.mark.long  # in test_bad_network.py they are on two hosts
 def test_ranks_that_are_told_apart_give_the_bits_of_one_device(ranks4: Ranks) -> None:
     for rank, (neighbors, report) in enumerate(ranks4.run(jobs.on_two_machines)):
         assert neighbors == [rank ^ 1], "shared memory ends at the machine's edge"

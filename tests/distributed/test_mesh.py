@@ -90,14 +90,6 @@ def test_gradients_accumulate_over_steps_with_and_without_averages(
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
-def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks, averages: list[dict[str, Tensor]]) -> None:
-    own = ranks4.run(mesh_jobs.gradients, [False])
-    for rank in range(2):
-        for name, grad in averages[rank].items():
-            assert not close(own[rank][name], own[rank + 2][name])
-            assert close((own[rank][name] + own[rank + 2][name]) / 2, grad)
-
-
 def test_trap_21_replicas_whose_targets_count_differently(ranks4: Ranks) -> None:
     for mean, got, expected, wanted in ranks4.run(mesh_jobs.masked, (2, 2)):
         assert torch.allclose(mean, expected, rtol=1e-6)

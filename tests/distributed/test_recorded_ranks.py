@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock._base.errors import ArgumentError
-from penstock.plan.explain import Explanation, explain, load_trace, steps_of_trace
+from penstock.plan.explain import explain, load_trace, steps_of_trace
 from penstock.report.web.sources import load_contents
 from penstock.runtime.step.results import StepResult
 from penstock.trace.runs import RunConfig, read_run
@@ -182,14 +182,10 @@ SECONDS = 0.004
 """What a block's forward takes: far more than the runtime does around it."""
 
 
-def explained(ranks: Ranks, folder: Path, *planted: object) -> Explanation:
-    timelines = ranks.run(traced, *planted)[0]
-    (folder / "timeline.json").write_text(json.dumps(timelines))
-    return explain(load_trace([folder]))
-
-
 def test_a_stage_with_slow_forwards_is_named_and_its_rank_is_not_blamed(ranks3: Ranks, tmp_path: Path) -> None:
-    found = explained(ranks3, tmp_path, [SECONDS] * 3, ["1", "2"], 1, 3 * SECONDS)
+    timelines = ranks3.run(traced, [SECONDS] * 3, ["1", "2"], 1, 3 * SECONDS)[0]
+    (tmp_path / "timeline.json").write_text(json.dumps(timelines))
+    found = explain(load_trace([tmp_path]))
     (cut,) = [change for change in found.changes if change.kind == "cut"]
     assert cut.text.startswith("stage 1 takes 1.")
     assert cut.gain > 0.1

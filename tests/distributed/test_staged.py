@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
-import mesh_jobs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -39,11 +38,6 @@ STEADY = 3
 def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, list[str]]:
     stand_in.install()
     return jobs.verify(rank, name, {**STAGED, **options})
-
-
-def verify_replicas(rank: int, name: str, options: dict[str, Any]) -> mesh_jobs.Verified:
-    stand_in.install()
-    return mesh_jobs.verify(rank, name, (2, 2), {**STAGED, **options})
 
 
 def conform(rank: int, neighbors: bool) -> tuple[str, list[str]]:
@@ -122,13 +116,6 @@ def test_bits_of_one_device(own_pair: Ranks, schedule: str, name: str) -> None:
     reports = own_pair.run(verify, name, {"schedule": schedule, "microbatches": 4})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     assert reports[0][0], reports[0][1]
-
-
-@pytest.mark.long
-def test_replicas(own_four: Ranks) -> None:
-    """Their sums are those of the same ranks on the CPU, as are the buffers that replicas share."""
-    for one in own_four.run(verify_replicas, "convnet", {"microbatches": 3}):
-        assert one.ok, one.summary
 
 
 @pytest.mark.parametrize("neighbors", [True, False])

@@ -135,21 +135,15 @@ def test_the_first_rank_is_the_one_that_prints(monkeypatch: pytest.MonkeyPatch) 
         Accelerator().clip_grad_norm_([], 1.0)
 
 
-def resume(folder: Path, data: list[dict[str, Any]], ranks: int, **more: Any) -> PipelineTrainer:
-    """Trains, or goes on from the last checkpoint in the folder."""
-    args = arguments(
-        folder, max_steps=6, save_strategy="steps", eval_strategy="steps", eval_steps=2, save_steps=2, **more
-    )
-    with split(language_model(), data, ranks=ranks) as pipe:
-        trainer = PipelineTrainer(pipe, args, train_dataset=data, eval_dataset=data[:20])
-        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
-    return trainer
-
-
 @pytest.mark.long  # an option of Trainer's own
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    trainer = resume(tmp_path, sentences(), 2, **best)
+    every = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    data = sentences()
+    with split(language_model(), data, ranks=2) as pipe:
+        args = arguments(tmp_path, max_steps=6, **every, **best)
+        trainer = PipelineTrainer(pipe, args, train_dataset=data, eval_dataset=data[:20])
+        trainer.train()
     history = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert history[0] == max(history), "here the worst is the best: the first"
     expected = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
