@@ -76,17 +76,10 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.equal(a, b) for a, b in zip(deep[0].norms, flat[0].norms, strict=True))
 
 
-@pytest.fixture(scope="module")
-def averages(ranks4: Ranks) -> list[dict[str, Tensor]]:
-    """The gradients of one step, on each rank."""
-    return ranks4.run(mesh_jobs.gradients, [True])
-
-
-def test_gradients_accumulate_over_steps_with_and_without_averages(
-    ranks4: Ranks, averages: list[dict[str, Tensor]]
-) -> None:
+def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks) -> None:
     plan = [True, False, False, True, True]
-    for one, other in zip(averages, ranks4.run(mesh_jobs.gradients, plan), strict=True):
+    once, often = (ranks4.run(mesh_jobs.gradients, steps) for steps in ([True], plan))
+    for one, other in zip(once, often, strict=True):
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
