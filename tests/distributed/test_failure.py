@@ -74,6 +74,28 @@ def test_who_is_silent_without_harm_is_left_alone() -> None:
     assert world.pass_time(3) is None
 
 
+def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
+    world = World([OUTSIDE, OUTSIDE])
+    world.detector.beat(0, RankStatus(left=True))
+    world.detector.record_disconnect(0)
+    assert world.pass_time(60, silent=(0,)) is None
+    world.positions[1], world.since[1] = RECEIVE, world.clock.now
+    assert world.pass_time(4, silent=(0,)) is None
+    failure = world.pass_time(2, silent=(0,))
+    assert failure == Failure(0, None, "its program ended while rank 1 waits for 1RECV_F0 from rank 0", "left")
+
+
+def test_rank_that_ends_before_all_have_come_is_lost_at_once() -> None:
+    """Though nobody waits for it in particular: the pipeline can't start without it."""
+    detector = FailureDetector(3, Timeouts(), clock := Clock(), lambda process: "unknown")
+    for rank in range(2):
+        detector.join(rank, Process("m", rank, "1"))
+    detector.record_disconnect(1)
+    clock.now += 0.5
+    detector.judge()
+    assert detector.failure == Failure(1, None, "its process is gone", "lost")
+
+
 def test_of_several_that_are_gone_the_first_is_named() -> None:
     """As when torchrun ends the ranks of a machine on which one was killed: nobody is left there who waits for it."""
     world = World([Position("0RECV_B0", (1,)), Position("1RECV_B0", (2,)), Position("2F0")])
@@ -325,6 +347,7 @@ def test_a_restarted_job_does_not_read_what_the_one_before_wrote(monkeypatch: py
         again.broadcast(None, missing)
     Meeting(meeting_store(store, (0, 1)), 0, 2).broadcast("the new address", missing)
     assert again.broadcast(None, missing) == "the new address"
+    store = dist.HashStore()
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")  # two nodes, one of which lost a rank and counts its restart
     Meeting(meeting_store(store, (0, 1)), 0, 2).broadcast("an address", missing)
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "0")

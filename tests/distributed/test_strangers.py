@@ -8,7 +8,9 @@ import os
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -151,6 +153,26 @@ def test_a_rank_whose_first_connection_breaks_connects_again(served: Served, mon
     assert watchdog.failure is None
     assert served.serves()
     watchdog.close()
+
+
+def test_a_failure_before_the_last_rank_comes_is_raised_where_the_others_wait() -> None:
+    patience = Timeouts(beat_seconds=2.0)
+    server = HeartbeatServer(3, patience)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(Watchdog.join, server.address, 0, 3, patience, MissingRanks(0, 3, patience))
+        while 0 in server._detector.absent:
+            time.sleep(0.01)
+        fallen = connect(server.address, 1, 10)
+        fallen.send({"failure": Failure(1, None, "so")})
+        while server._detector.failure is None:
+            time.sleep(0.01)
+        last = connect(server.address, 2, 10)
+        with pytest.raises(RankFailedError, match="rank 1 failed outside of a step: so"):
+            waiting.result(20)
+    fallen.close()
+    last.close()
+    server.stop()
+    assert has_ended(server)
 
 
 ORDERS = "\x1b[2Jdone\r\x07\x9b1m"
@@ -302,6 +324,16 @@ def test_what_a_dead_store_means_is_said() -> None:
         with pytest.raises(RankFailedError, match=re.escape(f"rank 1 stops: {says}")) as caught, missing:
             raise dist.DistNetworkError(error)
         assert "\n" not in str(caught.value)
+
+
+def test_ranks_that_are_missing_are_named_again_and_again(capsys: pytest.CaptureFixture[str]) -> None:
+    said, missing = "", MissingRanks(0, 3, Timeouts(warn_seconds=0.02))
+    with missing:
+        while said.count("\n") < 2:
+            missing._finished.wait(0.02)  # the main thread may be blocked
+            said += capsys.readouterr().err
+    one = r"penstock: rank 0 has waited \d+ s for ranks 1, 2, which have not called penstock\.pipeline yet"
+    assert all(re.fullmatch(one, line) for line in said.splitlines())
 
 
 GOOD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
