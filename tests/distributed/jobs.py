@@ -21,6 +21,7 @@ from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
+from penstock.testing.transport_scripts import scripts_for
 from scaffolding import models
 from scaffolding.models import GPT, Case, squared_error
 from scaffolding.refusals import refusal_of
@@ -228,6 +229,10 @@ def from_meta(rank: int, seed: int) -> dict[str, Tensor]:
     with penstock.pipeline(model, task.args, loss=task.loss, microbatches=3, seed=seed) as pipe:
         pipe.step(*task.args, target=task.target)
         return {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
+
+
+SCRIPTS = [script.__name__ for script in scripts_for(collectives=True)]
+"""What the conformance checks run."""
 
 
 def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:

@@ -21,7 +21,6 @@ import penstock
 from penstock import checkpoint
 from penstock.runtime.execute.transport_choice import TransportChoice
 from penstock.schedule import Op
-from penstock.testing.transport_scripts import scripts_for
 from scaffolding.proofs import after_each_step
 from scaffolding.ranks import Ranks, RanksError
 from scaffolding.refusals import refusal_of
@@ -188,10 +187,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_conformance(ranks2: Ranks, transport: str) -> None:
     kind = {"auto": "SharedMemoryTransport", "distributed": "DistributedTransport"}[transport]
-    assert (
-        ranks2.run(jobs.conform, transport)
-        == [(kind, [script.__name__ for script in scripts_for(collectives=True)])] * 2
-    )
+    assert ranks2.run(jobs.conform, transport) == [(kind, jobs.SCRIPTS)] * 2
 
 
 # -- several machines -------------------------------------------------------------------------------------------------

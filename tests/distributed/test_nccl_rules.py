@@ -22,12 +22,10 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock._base.errors import ArgumentError
-from penstock.distributed.groups import Groups
 from penstock.schedule import schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
 from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
-from penstock.testing.transport_scripts import scripts_for
 from scaffolding.by_hand import step_by_hand
 from scaffolding.compared import differences, impossible_messages
 from scaffolding.models import squared_error
@@ -112,24 +110,6 @@ def train_over(rank: int, mesh: str, cell: Cell) -> list[str]:
     grid = DeviceMesh("cpu", MESHES[mesh], mesh_dim_names=("dp", "pp"))
     with nccl_rules(eager=cell.eager):
         return steps(cell, mesh=grid) if any(rank in line for line in MESHES[mesh]) else []
-
-
-def groups_of_two(rank: int, cell: Cell) -> int:
-    """How many groups this rank made for ways. None has a device, and the default group still has its own."""
-    made: list[dist.ProcessGroup] = []
-
-    def one_of(self: Groups, parts: Any, backend: str) -> dist.ProcessGroup:
-        made.append(make(self, parts, backend))
-        return made[-1]
-
-    make = Groups._create_own
-    with nccl_rules(eager=cell.eager):
-        device = dist.group.WORLD.bound_device_id
-        with mock.patch.object(Groups, "_create_own", one_of):
-            steps(cell)
-        assert dist.group.WORLD.bound_device_id == device
-    assert all(group.bound_device_id is None for group in made)
-    return sum(group.size() == 2 for group in made)
 
 
 def steps(cell: Cell, **options: Any) -> list[str]:
@@ -336,14 +316,6 @@ def test_replicas_and_a_part_of_the_job_where_the_default_group_has_a_device(ran
     assert ranks4.run(train_over, mesh, cell, seconds=SECONDS) == [[]] * 4
 
 
-def test_groups_of_two_are_only_those_that_exchange_messages(ranks4: Ranks) -> None:
-    chain = Cell("1f1b", "chain", 4, 1, (False, False), eager=True)
-    assert ranks4.run(groups_of_two, chain) == [2, 4, 4, 2]
-    assert ranks4.run(groups_of_two, chain._replace(eager=False)) == [0, 0, 0, 0]
-    skipping = chain._replace(model="a skip over one cut")
-    assert ranks4.run(groups_of_two, skipping) == [4, 6, 6, 4]
-
-
 @pytest.mark.parametrize("rule", RULES)
 def test_the_rules_are_kept(ranks2: Ranks, rule: Callable[[int], None]) -> None:
     ranks2.run(assert_rule, rule, seconds=SECONDS)
@@ -354,10 +326,7 @@ def test_the_rules_with_a_device_id(ranks3: Ranks) -> None:
 
 
 def test_conformance(ranks2: Ranks) -> None:
-    assert (
-        ranks2.run(conform_under_rules, seconds=SECONDS)
-        == [[script.__name__ for script in scripts_for(collectives=True)]] * 2
-    )
+    assert ranks2.run(conform_under_rules, seconds=SECONDS) == [jobs.SCRIPTS] * 2
 
 
 def test_eager_rules_need_the_default_group() -> None:

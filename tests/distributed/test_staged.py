@@ -18,7 +18,6 @@ from penstock.runtime.execute.engine import Engine
 from penstock.runtime.transport.neighbors import Neighbors
 from penstock.runtime.transport.staging import StagedTransport
 from penstock.testing import check_transport
-from penstock.testing.transport_scripts import scripts_for
 from scaffolding import stand_in
 from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
@@ -121,9 +120,7 @@ def test_bits_of_one_device(own_pair: Ranks, schedule: str, name: str) -> None:
 @pytest.mark.parametrize("neighbors", [True, False])
 def test_conformance(own_pair: Ranks, neighbors: bool) -> None:
     inner = "SharedMemoryTransport" if neighbors else "DistributedTransport"
-    assert (
-        own_pair.run(conform, neighbors) == [(inner, [script.__name__ for script in scripts_for(collectives=True)])] * 2
-    )
+    assert own_pair.run(conform, neighbors) == [(inner, jobs.SCRIPTS)] * 2
 
 
 def test_a_steady_step_waits_for_copies_alone(own_pair: Ranks) -> None:

@@ -106,10 +106,7 @@ def test_the_kit_ends_where_a_message_never_arrives(monkeypatch: pytest.MonkeyPa
 
 
 def test_conformance_with_the_collectives_of_torch(ranks2: Ranks) -> None:
-    assert (
-        ranks2.run(jobs.conform, sockets)
-        == [("Combined", [script.__name__ for script in scripts_for(collectives=True)])] * 2
-    )
+    assert ranks2.run(jobs.conform, sockets) == [("Combined", jobs.SCRIPTS)] * 2
 
 
 def test_verified_over_sockets(ranks3: Ranks) -> None:
@@ -291,13 +288,3 @@ def test_a_dropped_step_that_leaves_something_is_found(
     with pytest.raises((AssertionError, ShapeError)) as error:
         check_transport(collective_transports())
     assert f"penstock: in the script {script}" in error.value.__notes__
-
-
-def test_what_a_transport_lacks_is_named() -> None:
-    class Quarter:
-        def __init__(self, endpoint: Endpoint) -> None: ...
-
-        def connect(self, source_rank: int, target_rank: int) -> None: ...
-
-    with pytest.raises(AssertionError, match=r"rank [01]'s transport is a Quarter, which lacks channel, "):
-        check_factory(Quarter)  # type: ignore[arg-type]
