@@ -28,29 +28,19 @@ from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
-TRANSPORTS = ["auto", "distributed"]
-
-
-@pytest.fixture(params=[2, 3])
-def ranks(request: pytest.FixtureRequest) -> Ranks:
-    pool: Ranks = request.getfixturevalue(f"ranks{request.param}")
-    return pool
-
-
 # -- the proof --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("ranks", "name", "schedule"),
+    ("n", "name", "schedule"),
     long_after(
         *(4, (2, "in_place", "1f1b"), (2, "deep_with_dropout", "chimera"), (3, "skips", "gpipe")),
         *((3, "frozen_first_stage", "1f1b"), (3, "tied_gpt_with_dropout", "1f1b")),
     ),
-    indirect=["ranks"],
 )
-def test_bits_of_one_device(ranks: Ranks, name: str, schedule: str) -> None:
+def test_bits_of_one_device(request: pytest.FixtureRequest, n: int, name: str, schedule: str) -> None:
     """Every schedule: `test_nccl_rules.py` and `test_support_matrix.py`."""
-    reports = ranks.run(jobs.verify, name, {"schedule": schedule, "microbatches": 6})
+    reports = request.getfixturevalue(f"ranks{n}").run(jobs.verify, name, {"schedule": schedule, "microbatches": 6})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     ok, summary, kinds = reports[0]
     assert ok, summary
@@ -184,7 +174,7 @@ def test_wrong_arguments_are_refused_on_every_rank(ranks4: Ranks) -> None:
 # -- the transports by themselves -------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", ["auto", "distributed"])
 def test_conformance(ranks2: Ranks, transport: str) -> None:
     kind = {"auto": "SharedMemoryTransport", "distributed": "DistributedTransport"}[transport]
     assert ranks2.run(jobs.conform, transport) == [(kind, jobs.SCRIPTS)] * 2
