@@ -132,6 +132,4 @@ def ranks4() -> Iterator[Ranks]:
 @pytest.fixture(scope="session")
 def device_rank() -> Iterator[Ranks]:
     """A process for jobs with the stand-in device (`scaffolding.stand_in`), which no other test may have."""
-    pool = Ranks(1)
-    yield pool
-    pool.stop()
+    yield from _pool(1)

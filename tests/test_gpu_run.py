@@ -81,15 +81,6 @@ def test_every_case_is_collected() -> None:
         assert parts[f"ranks/2/verify/{schedule}"] == parts[f"ranks/4/verify/{schedule}"] == 5
 
 
-def test_make_runs_the_cases() -> None:
-    command = ["make", "-n", "gpu", "PART=5 2", "GPU=--missing", "PYTHON=python3"]
-    env = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")}
-    done = subprocess.run(
-        command, cwd=FOLDER.parents[1], env=env, capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout == "python3 benchmarks/gpu/run.py --part 5 2 --missing\n"
-
-
 def test_the_page_counts_the_rows_of_the_file() -> None:
     page = (FOLDER.parents[1] / "docs" / "guides" / "on-gpus.md").read_text()
     counts = lines_of_script(FOLDER / "run.py", "--counts", "--json", FOLDER / "results-h100.json")
@@ -106,213 +97,13 @@ BY_TORCHRUN = [
 
 
 @pytest.mark.long  # NCCL's rules: distributed/test_nccl_rules.py
-def test_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
-    found = rows(tmp_path, "cpu", *RANKS, more=["--forks"])
+@pytest.mark.parametrize(("names", "more"), [(RANKS, ["--forks"]), (BY_TORCHRUN, [])], ids=["forked", "by torchrun"])
+def test_ranks_over_nccl_are_rehearsed(tmp_path: Path, names: list[str], more: list[str]) -> None:
+    found = rows(tmp_path, "cpu", *names, more=more)
+    found.pop("ranks/2/waits/1f1b", None)  # nothing waits for a CPU
     assert {row["status"] for row in found.values()} <= {"ok", "measured"}, found
-    assert len(found) == len(RANKS) + 1
-    each = found["ranks/4/verify/zb-v"]["found"]["each"]
+    each = found["ranks/4/verify/zb-v" if more else "ranks/4/verify/interleaved-1f1b"]["found"]["each"]
     assert [rank["messages"] > 0 for rank in each] == [True] * 4
-
-
-@pytest.mark.long  # as above, of the other kinds, by torchrun
-def test_more_ranks_over_nccl_are_rehearsed(tmp_path: Path) -> None:
-    found = rows(tmp_path, "cpu", *BY_TORCHRUN)
-    assert found.pop("ranks/2/waits/1f1b")["says"] == "nothing waits for a CPU"
-    for name, row in found.items():
-        assert row["status"] == "ok", (name, row)
-
-
-BROKEN = """
-import dataclasses, json, sys
-sys.path[:0] = sys.argv[1:2]
-from collections import Counter
-from functools import partial
-from pathlib import Path
-from unittest import mock
-import torch
-import torch.distributed as dist
-import penstock
-from cases import nccl, over_nccl, ranks, synchronizations, verification
-from cases.case import Setting
-
-setting = Setting("cpu", Path(sys.argv[2]))
-
-
-def dropped():
-    recv, irecv = dist.recv, dist.irecv
-    lost = lambda call: lambda tensor, *more, **options: call(torch.empty_like(tensor), *more, **options)
-    return mock.patch.multiple(dist, recv=lost(recv), irecv=lost(irecv))
-
-def not_added():
-    return mock.patch.object(dist, "all_reduce", lambda tensor, *more, **options: None)
-
-def halved():
-    evaluate = penstock.Pipeline.evaluate
-    def halving(pipe, *args, **options):
-        for parameter in pipe.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(0.5)
-        return evaluate(pipe, *args, **options)
-    return mock.patch.object(penstock.Pipeline, "evaluate", halving)
-
-def training():
-    return mock.patch("penstock.pipe.pipeline.evaluating", lambda *args: mock.MagicMock())
-
-def nearly():
-    step = penstock.Pipeline.step
-    def inexact(pipe, *args, **options):
-        result = step(pipe, *args, **options)
-        for parameter in pipe.parameters():
-            if parameter.grad is not None:
-                parameter.grad.mul_(1 + 1e-6)
-        return result
-    return mock.patch.object(penstock.Pipeline, "step", inexact)
-
-def nothing_held():
-    return mock.patch.object(penstock.Pipeline, "named_parameters", lambda pipe: iter(()))
-
-def nothing_waits():
-    return mock.patch.object(penstock.Pipeline, "deferred_weight_grad_fraction", {0: 0.0})
-
-def small():
-    large = partial(over_nccl.proof, "wide", "float32", bytes_at_least=1 << 24)
-    return mock.patch.object(over_nccl, "large_messages", large)
-
-def exchanges(setting):
-    return nccl.exchanges(setting, dist.get_rank())
-
-def large(setting):
-    return over_nccl.large_messages("zb-h1", setting)
-
-CASES = [
-    (exchanges, dropped), (exchanges, not_added), (partial(over_nccl.steps, "1f1b"), nearly),
-    (large, small), (large, nothing_waits),
-    (partial(over_nccl.accumulation, "1f1b"), nearly), (partial(over_nccl.accumulation, "1f1b"), nothing_held),
-    (partial(over_nccl.evaluation, "1f1b"), halved), (partial(over_nccl.evaluation, "1f1b"), training),
-]
-
-def job(setting, rank):
-    found = []
-    for run, broken in CASES:
-        with nccl.rules(setting):
-            fine = run(setting)
-        with nccl.rules(setting), broken():
-            found.append([broken.__name__, fine["ok"], run(setting)["ok"]])
-    return found
-
-print(json.dumps(ranks.on_ranks(setting, 2, job)))
-
-def one_is_wrong(setting, rank, *more):
-    dist.barrier()  # a rank that leaves while another still connects makes that one raise
-    return {"ok": rank == 0, "says": "so"}
-
-with mock.patch.object(nccl, "_exchanges", one_is_wrong):
-    print(json.dumps(nccl.by_itself(setting)))
-with mock.patch.object(verification, "_on_one_rank", one_is_wrong):
-    print(json.dumps(verification.in_several("mlp", "float32", "1f1b", setting)))
-print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
-
-def uncompared(*args, verify=penstock.verify, **options):
-    report = verify(*args, **options)
-    return dataclasses.replace(report, full_batch=dataclasses.replace(report.full_batch, verdict="missing"))
-
-with mock.patch.object(penstock, "verify", uncompared):
-    found = verification.prove(setting, "mlp", "float32", "gpipe", ranks=2)
-    print(json.dumps([found["ok"], found["says"]]))
-"""
-
-
-@pytest.mark.long
-def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
-    lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
-    by_rank, gate, several, watched, uncompared = (json.loads(line) for line in lines if line.startswith(("[", "{")))
-    for rank, found in enumerate(by_rank):
-        assert found == [[name, True, False] for name, _, _ in found], (rank, found)
-    assert (gate["ok"], gate["says"]) == (False, "without more: rank 1: so")
-    assert not several["ok"]
-    assert watched == [False, True, False]
-    assert not uncompared[0]
-    assert "the comparison with the whole batch is missing" in uncompared[1]
-
-
-WORLD = """
-import json, os, signal, sys, time
-sys.path[:0] = sys.argv[1:2]
-import running, worlds
-from cases import TABLE, case
-from cases.case import Case, World
-
-case.CPU_TIMEOUT_FACTOR, worlds.GRACE_SECONDS = 1.0, 0.5
-
-
-def here():
-    return int(os.environ["RANK"])
-
-def fine(setting):
-    time.sleep(0.0 if here() else 0.1)  # the other rank does not fail in the next case meanwhile
-    return {"ok": True, "says": "fine", "each": os.getpid()}
-
-def wrong(setting):
-    return {"ok": here() == 0, "says": "as it should be" if here() == 0 else "5 of 6 are equal"}
-
-def hangs(setting):
-    return fine(setting) if here() == 0 else time.sleep(600)
-
-def raises(setting):
-    return time.sleep(600) if here() == 0 else 1 / 0
-
-def fails(setting):
-    raise ValueError("so")
-
-def dies(setting):
-    return time.sleep(600) if here() == 0 else os.kill(os.getpid(), signal.SIGSEGV)
-
-def run(world, *kinds, seconds=200):
-    limits = [3.0 if kind is hangs else 30.0 for kind in kinds]
-    cases = [Case(f"{k} {kind.__name__}", 5, kind, limits[k], world=world) for k, kind in enumerate(kinds)]
-    TABLE.update({case.name: case for case in cases})
-    running.run(cases, "cpu", 3, time.monotonic() + seconds, lambda row: print(json.dumps(row), flush=True), forks=True)
-
-run(World(2), fine, fine, wrong, fine, hangs, fine, raises, dies, dies, dies, fine)
-run(World(2, "own"), dies, dies, dies, fine)
-run(World(1), fine, fails, fine)
-case.CPU_TIMEOUT_FACTOR = 9.0
-run(World(2), hangs, fine, seconds=7)
-"""
-
-
-@pytest.mark.long  # of a case without a world: below
-def test_what_takes_its_world_with_it_leaves_the_other_cases() -> None:
-    lines = lines_of_script(WORLD, FOLDER, environment=ENVIRONMENT)
-    found = [json.loads(line) for line in lines]
-    assert [f"{row['name']}: {row['status']}" for row in found[:11]] == [
-        "0 fine: ok",
-        "1 fine: ok",
-        "2 wrong: failed",
-        "3 fine: ok",
-        "4 hangs: timed out",
-        "5 fine: ok",
-        "6 raises: raised",
-        "7 dies: crashed",
-        "8 dies: crashed",
-        "9 dies: crashed",
-        "10 fine: ok",
-    ]
-    world = found[0]["found"]["each"]
-    assert len(set(world)) == 2, "on each rank, in a process of its own"
-    assert world == found[1]["found"]["each"] == found[3]["found"]["each"]
-    assert not {*world} & {*found[5]["found"]["each"]}
-    assert found[2]["says"] == "rank 1: 5 of 6 are equal"
-    assert found[4]["says"] == "ranks [1] still ran after 3 s"
-    assert "in hangs" in found[4]["log"]["log.1"]
-    assert found[6]["says"] == "rank 1: ZeroDivisionError: division by zero"
-    assert found[7]["says"] == "a rank was killed by SIGSEGV"
-    assert [row["status"] for row in found[11:15]] == ["crashed"] * 3 + ["not run"]
-    assert found[14]["says"] == "3 worlds in a row were lost before it"
-    assert [row["status"] for row in found[15:]] == ["ok", "raised", "ok", "cut off", "not run"]
-    assert found[15]["found"]["each"] == found[17]["found"]["each"], "a world of one rank goes on"
-    assert re.fullmatch(r"cut off after \d+ s: the time was up", found[18]["says"])
-    assert "in hangs" in found[18]["log"]["log.1"]
 
 
 CHOSEN = """
@@ -320,7 +111,7 @@ import json, sys, time
 sys.path[:0] = sys.argv[1:2]
 from pathlib import Path
 import run
-from cases import TABLE, case, figures
+from cases import TABLE
 
 folder = Path(sys.argv[2])
 
@@ -341,9 +132,6 @@ main("--list")
 main("--json", str(folder / "y.json"), "--only", "waits/1f1b")
 run.LACKS = [run.needs.Lack("dropout/*", "no dice")]
 main("--json", str(folder / "y.json"), "--only", "dropout/*")
-main("--json", str(folder / "y.json"), "--missing", "--only", "environment")
-(row,) = [row for row in run.read(folder / "y.json")[1].values() if row["name"] == "waits/1f1b"]
-assert row["device"] == "cpu"
 run.BEGAN = time.monotonic() - 100
 main("--json", str(folder / "y.json"), "--total", "104")
 """
@@ -362,7 +150,6 @@ def test_a_choice_of_nothing_is_refused_and_one_of_which_nothing_is_shown_fails(
     assert "waits/1f1b 1" in lines
     assert "1 cases (dropout/*) are skipped: no dice" in lines
     assert "dropout/* 1" in lines
-    assert "environment 0" in lines
     assert lines[-1] == "104 2", "the time is over before the first case"
 
 
@@ -373,54 +160,34 @@ from pathlib import Path
 import run
 
 file = Path(sys.argv[2])
-here = {"cores": 8, "code": "a", "device": "cpu"}
-row = {"name": "x", "status": "ok"}
-first = run.Results(file)
-here |= {"commit": "1", "date": "one day"}
-assert first.begin(here) == ""
-first.add(row)
-again = run.Results(file)
-assert again.begin({**here, "commit": "2", "date": "another"}) == ""
-assert again.rows == {"x": {**row, "code": "a", "device": "cpu"}}
-others = [{"cores": 8, "code": "b", "device": "cpu"}, {"cores": 4, "code": "b", "device": "cuda", "gpu": "H200"}]
-for number, other in enumerate(others, 1):
-    later = run.Results(file)
-    said = later.begin(other)
-    aside = file.with_name(f"results-{number}.json")
-    assert str(aside) in said, said
-    assert later.rows == {}
-    assert json.loads(aside.read_text())["rows"] == [{**row, "code": "ab"[number - 1], "device": "cpu"}]
-    later.add(row)
-assert "cores was 8, is 4" in said, said
-assert "gpu was None, is H200" in said, said
-assert "code" not in said.partition(": ")[2], said
-mixed = run.Results(file)
-assert mixed.begin({**other, "code": "c"}, any_code=True) == ""
-mixed.add({"name": "y", "status": "ok"})
-assert {name: one["code"] for name, one in mixed.rows.items()} == {"x": "b", "y": "c"}
-assert [each["code"] for each in json.loads(file.read_text())["environments"]] == ["b", "c"]
-kept = run.Results(file)
-assert kept.begin({**other, "code": "c"}) == ""
-assert kept.rows.keys() == {"x", "y"}
-for before, after, left in [("ok", "cut off", "ok"), ("not run", "cut off", "cut off"), ("failed", "ok", "ok")]:
-    kept.rows["z"] = {"name": "z", "status": before}
-    kept.add({"name": "z", "status": after})
-    assert kept.rows["z"]["status"] == left
+here, other = {"cores": 8, "code": "a", "device": "cpu"}, {"cores": 4, "code": "b", "device": "cuda", "gpu": "H200"}
 
-for number, text in enumerate(["", "{", "{}", '{"environments": [], "rows": []}', "[1]"], 3):
+def begun(environment, **more):
+    results = run.Results(file)
+    said = results.begin(environment, **more)
+    return results, said
+
+first, said = begun(here)
+assert said == ""
+first.add({"name": "x", "status": "ok"})
+again, said = begun(here)
+assert (said, [*again.rows]) == ("", ["x"])
+later, said = begun(other)
+aside = file.with_name("results-1.json")
+for words in (str(aside), "cores was 8, is 4", "gpu was None, is H200"):
+    assert words in said, said
+assert later.rows == {}
+assert [row["name"] for row in json.loads(aside.read_text())["rows"]] == ["x"]
+later.add({"name": "x", "status": "ok"})
+mixed, said = begun({**other, "code": "c"}, any_code=True)
+mixed.add({"name": "y", "status": "ok"})
+mixed.add({"name": "x", "status": "cut off"})
+assert {name: (row["code"], row["status"]) for name, row in mixed.rows.items()} == {"x": ("b", "ok"), "y": ("c", "ok")}
+for number, text in enumerate(["", "{", '{"environments": [], "rows": []}'], 2):
     file.write_text(text)
     aside = file.with_name(f"results-{number}.json")
-    assert run.Results(file).begin(here) == f"{file} is no file of results; it is now {aside}"
+    assert begun(here)[1] == f"{file} is no file of results; it is now {aside}"
     assert aside.read_text() == text
-
-measured = json.loads(Path(run.HERE / "results-h100.json").read_text())
-file.write_text(json.dumps(measured))
-later = run.Results(file)
-assert later.begin({**measured["environments"][-1], "code": "d"}, any_code=True) == ""
-later.add({"name": "z", "status": "ok"})
-rows = json.loads(file.read_text())["rows"]
-assert rows[:-1] == measured["rows"]
-assert {row["code"] for row in rows} == {each["code"] for each in later.environments}
 """
 
 
@@ -442,11 +209,11 @@ def test_without_torch_it_says_what_is_missing(tmp_path: Path) -> None:
 PLANTED = """
 import json, os, signal, subprocess, sys, time
 sys.path[:0] = sys.argv[1:2]
-import running
-from cases import case
-from cases.case import Case, UnsupportedError
+import running, worlds
+from cases import TABLE, case
+from cases.case import Case, UnsupportedError, World
 
-case.CPU_TIMEOUT_FACTOR = 1.0
+case.CPU_TIMEOUT_FACTOR, worlds.GRACE_SECONDS = 1.0, 0.5
 
 def leaves_and_hangs(setting):
     subprocess.Popen(["sleep", sys.argv[2]], start_new_session=True)
@@ -469,6 +236,19 @@ def raises(setting):
 def absent(setting):
     raise UnsupportedError("no such thing")
 
+def fine(setting):
+    time.sleep(0.0 if int(os.environ["RANK"]) else 0.1)  # the other rank does not fail in the next case meanwhile
+    return {"ok": True, "says": "fine", "each": os.getpid()}
+
+def hangs(setting):
+    return fine(setting) if os.environ["RANK"] == "0" else time.sleep(600)
+
+def falls(setting):
+    return time.sleep(600) if os.environ["RANK"] == "0" else dies(setting)
+
+def run(cases, seconds, **options):
+    running.run(cases, "cpu", 3, time.monotonic() + seconds, lambda row: print(json.dumps(row), flush=True), **options)
+
 cases = [
     Case("hangs", 1, leaves_and_hangs, seconds=2.0),
     Case("dies", 1, dies),
@@ -477,9 +257,12 @@ cases = [
     Case("cannot be shown", 1, absent),
     Case("alone", 1, leaves, alone=True),
 ]
-running.run(cases, "cpu", 3, time.monotonic() + 200, lambda row: print(json.dumps(row), flush=True))
-late = [Case("cut", 1, leaves_and_hangs), Case("late", 1, leaves, alone=True)]
-running.run(late, "cpu", 3, time.monotonic() + 1, lambda row: print(json.dumps(row), flush=True))
+run(cases, 200)
+run([Case("cut", 1, leaves_and_hangs), Case("late", 1, leaves, alone=True)], 1)
+of_worlds = [("two", fine), ("again", fine), ("one hangs", hangs), ("then", fine), ("one falls", falls), ("last", fine)]
+cases = [Case(name, 5, kind, 3.0 if kind is hangs else 30.0, world=World(2)) for name, kind in of_worlds]
+TABLE.update({case.name: case for case in cases})
+run(cases, 200, forks=True)
 """
 
 
@@ -497,7 +280,16 @@ def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
         "alone": "ok",
         "cut": "cut off",
         "late": "not run",
+        **dict.fromkeys(["two", "again", "then", "last"], "ok"),
+        "one hangs": "timed out",
+        "one falls": "crashed",
     }
+    two, again, then = (found[name]["found"]["each"] for name in ("two", "again", "then"))
+    assert two == again, "a world goes on"
+    assert len({*two, *then}) == 4, "on each rank, in a process of its own, until one takes it down"
+    assert found["one hangs"]["says"] == "ranks [1] still ran after 3 s"
+    assert "in hangs" in found["one hangs"]["log"]["log.1"]
+    assert found["one falls"]["says"] == "a rank was killed by SIGSEGV"
     assert "in leaves_and_hangs" in found["hangs"]["log"]
     assert "in leaves_and_hangs" in found["cut"]["log"]
     assert found["dies"]["says"] == "its process was killed by SIGSEGV"
@@ -506,7 +298,7 @@ def test_a_case_that_hangs_or_dies_is_a_row_and_leaves_no_process() -> None:
     assert "in raises" in found["raises"]["log"]
     assert found["is wrong"]["says"] == "5 of 6 are equal"
     assert found["alone"]["found"]["figure"] == 1
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 60
     assert not sleeping(number), "left behind"
 
 

@@ -1,6 +1,6 @@
 """Every model of the zoo under every schedule gives the bits of one device, or is refused with a reason.
 
-A few cells run always, the rest is long. In one process; for real ones, see distributed/test_zoo_ranks.py.
+A few cells run always, the rest is long. In one process; for real ones, see distributed/test_support_matrix.py.
 """
 
 from __future__ import annotations

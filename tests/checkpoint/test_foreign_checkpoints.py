@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fractions
 import io
 import os
@@ -11,6 +10,7 @@ import pickletools
 import random
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,21 +86,18 @@ def test_metadata_run_nothing(copy: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_stored_runs_nothing_unless_trusted(tmp_path: Path) -> None:
-    for count, name in enumerate(("harm", "more")):
-        with made() as pipe:
-            path = checkpoint.save(tmp_path / name, pipe, extra=Harm(tmp_path / f"{name}.made"))
-        with made() as pipe, pytest.raises(ArgumentError, match="pass weights_only=False"):
-            checkpoint.load(path, pipe)
-        with pytest.raises(ArgumentError, match=r"'rest' needs a class that is not allowed \(it calls posix\.mkdir"):
-            checkpoint.export_checkpoint(path, tmp_path / "out.safetensors")
-        assert not (tmp_path / f"{name}.made").exists()
-        if count:
-            with made() as pipe:
-                assert checkpoint.load(path, pipe, weights_only=False)
-            assert (tmp_path / f"{name}.made").exists()
-            (tmp_path / f"{name}.made").rmdir()
-            command = ["export", str(path), str(tmp_path / "out.safetensors"), "--no-weights-only"]
-            assert CliRunner().invoke(app, command).exit_code == 0
+    with made() as pipe:
+        path = checkpoint.save(tmp_path / "saved", pipe, extra=Harm(tmp_path / "harm"))
+    with made() as pipe, pytest.raises(ArgumentError, match="pass weights_only=False"):
+        checkpoint.load(path, pipe)
+    with pytest.raises(ArgumentError, match=r"'rest' needs a class that is not allowed \(it calls posix\.mkdir"):
+        checkpoint.export_checkpoint(path, tmp_path / "out.safetensors")
+    assert not (tmp_path / "harm").exists()
+    with made() as pipe:
+        assert checkpoint.load(path, pipe, weights_only=False)
+    (tmp_path / "harm").rmdir()
+    command = ["export", str(path), str(tmp_path / "out.safetensors"), "--no-weights-only"]
+    assert CliRunner().invoke(app, command).exit_code == 0
 
 
 def test_the_bytes_around_what_is_stored_run_nothing(copy: Path, tmp_path: Path) -> None:
@@ -140,42 +137,26 @@ def test_damaged_files_are_named(copy: Path, kind: str) -> None:
     assert tensors.name in refused(copy)
 
 
-def set_size(found: Metadata) -> None:
-    for item in found.state_dict_metadata.values():
-        if hasattr(item, "size"):
-            item.size = torch.Size([10**15])
+def set_items(found: Metadata, **values: Any) -> None:
+    """Sets attributes of all that has them."""
+    for item in (*found.state_dict_metadata.values(), *found.storage_data.values()):
+        for name, value in values.items():
+            if hasattr(item, name):
+                setattr(item, name, value)
 
 
-def set_path(found: Metadata) -> None:
-    for stored in found.storage_data.values():
-        stored.relative_path = "../../etc/passwd"
+LIES: dict[str, Callable[[Metadata], None]] = {
+    "size": partial(set_items, size=torch.Size([10**15])),
+    "path": partial(set_items, relative_path="../../etc/passwd"),
+    "types": lambda found: found.state_dict_metadata.update(dict.fromkeys(found.state_dict_metadata, 1)),  # type: ignore[arg-type]
+    "storage": lambda found: setattr(found, "storage_data", [1]),
+}
 
 
-def set_types(found: Metadata) -> None:
-    found.state_dict_metadata = dict.fromkeys(found.state_dict_metadata, 1)  # type: ignore[assignment]
-
-
-def set_storage(found: Metadata) -> None:
-    found.storage_data = [1]
-
-
-@pytest.mark.parametrize("change", [set_size, set_path, set_types, set_storage])
-def test_metadata_promise_no_more_than_there_is(copy: Path, change: Callable[[Metadata], None]) -> None:
-    with_metadata(copy, change)
+@pytest.mark.parametrize("lie", LIES)
+def test_metadata_promise_no_more_than_there_is(copy: Path, lie: str) -> None:
+    with_metadata(copy, LIES[lie])
     assert f"{copy}/.metadata is damaged" in refused(copy)
-
-
-def test_any_mutation_is_refused_or_read(saved: Path, copy: Path) -> None:
-    draw, files = random.Random(0), [copy / ".metadata", *copy.glob("*.distcp")]
-    for _ in range(150):
-        file = draw.choice(files)
-        data = bytearray((saved / file.name).read_bytes())
-        for _ in range(draw.choice((1, 3, 30))):
-            data[draw.randrange(len(data))] = draw.randrange(256)
-        file.write_bytes(data)
-        with contextlib.suppress(ArgumentError, CheckpointError):
-            checkpoint.export_checkpoint(copy, copy.parent / "out.safetensors")
-        shutil.copy(saved / file.name, file)
 
 
 def test_plain_values_come_back() -> None:
@@ -208,18 +189,13 @@ def test_a_few_bytes_do_not_fill_the_memory(data: bytes) -> None:
         unpickle(data)
 
 
-def test_operations_are_counted_and_damage_is_named_where_all_is_allowed(
-    copy: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operations_are_counted_and_a_class_can_be_allowed(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(unpickling, "MAX_VALUES", 100)
     with pytest.raises(pickle.UnpicklingError, match="it has more than 100 operations"):
         unpickle(b"(" + b"]" * 100 + b"l.")
     monkeypatch.undo()
     with pytest.raises(CheckpointError, match="is damaged"):
         Reader(copy, weights_only=False)._unpickle("rest", b"damaged")
-
-
-def test_a_class_can_be_allowed() -> None:
     data = pickle.dumps(fractions.Fraction(1, 3))
     with pytest.raises(pickle.UnpicklingError, match=r"fractions\.Fraction"):
         unpickle(data)

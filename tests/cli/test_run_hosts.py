@@ -93,7 +93,7 @@ def test_ranks_are_spread_over_hosts_and_the_first_failure_is_the_jobs(
     assert left_of(os.getpid()) == []
 
 
-@pytest.mark.long  # distributed/launch/test_user.py
+@pytest.mark.long  # distributed/launch/test_named_ends.py
 @hosts_needed
 @pytest.mark.distributed
 def test_a_script_runs_as_the_user_that_is_named() -> None:

@@ -321,7 +321,7 @@ def test_processes_talk_over_a_transport_of_ones_own(
     assert json.loads(done.stdout) == json.loads(verify(*OPTIONS).stdout)
 
 
-@pytest.mark.long  # a rank that raises: test_run_crashes.py; what agents import: distributed/launch/test_isolation.py
+@pytest.mark.long  # a rank that raises: test_run_crashes.py; what agents import: distributed/launch/test_named_ends.py
 @pytest.mark.distributed
 def test_error_of_one_process_is_the_last_line(folder: Path) -> None:
     for name in ("random", "socket", "tempfile", "secrets"):

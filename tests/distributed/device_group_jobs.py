@@ -13,12 +13,8 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
 
-import penstock
 from penstock.distributed.groups import Groups
-from runtime.model.placement_jobs import batch, normed
 from scaffolding import stand_in
 from scaffolding.stand_in import DEVICE, StandIn
 
@@ -67,18 +63,3 @@ def own_device(rank: int) -> None:
     stand_in.install()
     module: Any = torch.get_device_module(DEVICE)
     module.get_device_properties = lambda device: SimpleNamespace(uuid=f"accelerator {rank}")
-
-
-def run(rank: int, shape: tuple[int, int], devices: str, steps: int) -> list[str]:
-    """Makes a pipeline over (dp, pp) ranks, of a model built on the CPU. Returns which calls moved tensors."""
-    own_device(rank)
-    mesh = DeviceMesh("cpu", torch.arange(2).view(shape), mesh_dim_names=("dp", "pp"))
-    x, y = batch()
-    with device_groups() as moved:
-        given: dict[str, Any] = {"microbatches": 2, "loss": F.cross_entropy, "seed": 0}
-        with penstock.pipeline(normed(), (x,), mesh=mesh, devices=devices, **given) as pipe:
-            for _ in range(steps):
-                pipe.step(x, target=y)
-            pipe.state_dict()
-            assert {p.device.type for p in pipe.parameters()} == {DEVICE}
-    return sorted(set(moved))

@@ -3,8 +3,8 @@ and reports how each ended.
 
 Usage: falling.py FOLDER CASES. CASES is JSON, a list. A case is {"name", "victim", "op", "how"}, and, if it is not the
 default, {"schedule", "transport", "replicas"}. They run at the same time, since they mostly wait. Writes
-FOLDER/NAME.RANK.log, and prints a list that has for each case its name, the seconds from the fall until each rank's
-end, and its exit status.
+FOLDER/NAME.RANK.log, and prints a list that has for each case the seconds from the fall until each rank's end, and its
+exit status.
 """
 
 import atexit
@@ -27,7 +27,6 @@ from penstock.runtime.execute.executor import BoundAction
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding.forked import End, forked
-from scaffolding.tcp import sockets
 
 STAGES = 3
 LIMIT_SECONDS = 60.0
@@ -53,8 +52,6 @@ class Tied(nn.Module):
 def fall(how: str, mark: Path) -> None:
     time.sleep(TOLD_SECONDS)
     mark.write_text(str(time.time()))
-    if how == "raise":
-        raise ValueError("the loss is\nnot a number")
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
@@ -78,7 +75,7 @@ def train(rank: int, folder: Path, case: dict[str, Any]) -> None:
         cuts=["blocks.1", "blocks.2"],
         microbatches=4,
         schedule=case.get("schedule", "1f1b"),
-        transport=sockets if case.get("transport") == "tcp" else case.get("transport", "auto"),
+        transport=case.get("transport", "auto"),
         mesh=mesh,
     )
     target = target.view(4, 5)
@@ -107,40 +104,33 @@ def plant(pipe: penstock.Pipeline, case: dict[str, Any], folder: Path) -> None:
     pipe.session.bound_schedules._bound[bound.number] = replace(bound, actions=tuple(actions))
 
 
-def skip_teardown(ended: list[bool]) -> None:
-    """The first registered, so the last to run: taking a forked interpreter apart copies all of its memory."""
-    os._exit(0 if ended else 1)
-
-
 def work(folder: Path, case: dict[str, Any], rank: int) -> None:
+    """Runs a rank, and skips its teardown: taking a forked interpreter apart copies all of its memory."""
     ended: list[bool] = []
-    atexit.register(skip_teardown, ended)
+    atexit.register(lambda: os._exit(0 if ended else 1))  # the first registered, so the last to run
     train(rank, folder, case)
     ended.append(True)
 
 
-def run(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What became of each case."""
-    named = {case["name"]: case for case in cases}
-    ends = forked(
-        folder,
-        {name: ranks_of(case) for name, case in named.items()},
-        lambda name, rank: work(folder, named[name], rank),
-        LIMIT_SECONDS,
-        over=lambda name, left: left <= {named[name]["victim"]},  # a stopped victim
-    )
-    return [told(folder, named[name], end) for name, end in ends.items()]
-
-
 def told(folder: Path, case: dict[str, Any], end: dict[int, End]) -> dict[str, Any]:
-    mark = folder / f"{case['name']}.fell"
-    fell = float(mark.read_text()) if mark.exists() else None
-    seconds = {rank: None if fell is None else at - fell for rank, (at, _) in end.items()}
-    return {"name": case["name"], "seconds": seconds, "status": {rank: status for rank, (_, status) in end.items()}}
+    fell = float((folder / f"{case['name']}.fell").read_text())
+    return {
+        "seconds": {rank: at - fell for rank, (at, _) in end.items()},
+        "status": {rank: status for rank, (_, status) in end.items()},
+    }
 
 
 def main() -> None:
-    print(json.dumps(run(Path(sys.argv[1]), json.loads(sys.argv[2]))))
+    folder = Path(sys.argv[1])
+    cases = {case["name"]: case for case in json.loads(sys.argv[2])}
+    ends = forked(
+        folder,
+        {name: ranks_of(case) for name, case in cases.items()},
+        lambda name, rank: work(folder, cases[name], rank),
+        LIMIT_SECONDS,
+        over=lambda name, left: left <= {cases[name]["victim"]},  # a stopped victim
+    )
+    print(json.dumps([told(folder, case, ends[name]) for name, case in cases.items()]))
 
 
 if __name__ == "__main__":

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import time
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -21,9 +21,11 @@ from penstock._base.process import Process
 from penstock.distributed import host_clock
 from penstock.runtime.execute import clock
 from penstock.runtime.execute.transport_choice import TransportChoice
-from scaffolding.models import GPT, Case, ConvNet, InPlace, OneLayer, SkipsTwice, squared_error, token_error
-from scaffolding.models import llama as tiny_llama
+from penstock.testing.transport_scripts import scripts_for
+from scaffolding import models
+from scaffolding.models import GPT, Case, squared_error
 from scaffolding.refusals import refusal_of
+from scaffolding.sleeping import SleepingBlock
 
 ROWS = 12
 
@@ -41,28 +43,11 @@ def dropout() -> Case:
 
 
 def convnet() -> Case:
-    torch.manual_seed(0)
-    return Case(ConvNet(), (torch.randn(ROWS, 3, 6, 6),), {}, torch.randn(ROWS, 3), squared_error)
-
-
-def skips() -> Case:
-    torch.manual_seed(0)
-    return Case(SkipsTwice(9), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
-
-
-def in_place() -> Case:
-    torch.manual_seed(0)
-    return Case(InPlace(), (torch.randn(ROWS, 6),), {}, torch.randn(ROWS, 6), squared_error)
+    return models.convnet(ROWS)
 
 
 def tied_gpt(dropout: float = 0.0) -> Case:
-    torch.manual_seed(0)
-    ids = torch.randint(0, 19, (ROWS, 7))
-    return Case(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
-
-
-def tied_gpt_with_dropout() -> Case:
-    return tied_gpt(0.2)
+    return models.gpt(dropout, ROWS)
 
 
 class Deep(nn.Module):
@@ -84,27 +69,6 @@ def deep_with_dropout() -> Case:
     return Case(Deep(), (torch.randn(ROWS, 9),), {}, torch.randn(ROWS, 9), squared_error)
 
 
-def llama() -> Case:
-    return tiny_llama(ROWS)._replace(loss=None)
-
-
-class Dicts(OneLayer):
-    """Passes on a dict with a number, a flag and text."""
-
-    def forward(self, values: dict[str, Any]) -> dict[str, Any]:
-        return {**values, "x": self.layer(values["x"]) * values["factor"], "flag": not values["flag"]}
-
-
-def dicts_between_stages() -> Case:
-    torch.manual_seed(0)
-    values = {"x": torch.randn(ROWS, 9), "factor": 2, "flag": True, "text": "word"}
-
-    def loss(output: dict[str, Any], target: dict[str, Tensor]) -> Tensor:
-        return F.mse_loss(output["x"], target["y"]) * output["factor"]
-
-    return Case([Dicts(9) for _ in range(4)], (values,), {}, {"y": torch.randn(ROWS, 9)}, loss)
-
-
 def a_rank_without_parameters() -> Case:
     torch.manual_seed(0)
     layers: list[nn.Module] = [nn.Linear(9, 9), nn.Tanh(), nn.Linear(9, 9)]
@@ -119,12 +83,12 @@ def frozen_first_stage() -> Case:
 
 
 TASKS: dict[str, Callable[[], Case]] = {
-    f.__name__: f
-    for f in (
-        mlp, dropout, convnet, skips, in_place, tied_gpt, tied_gpt_with_dropout,
-        deep_with_dropout, llama, dicts_between_stages, a_rank_without_parameters, frozen_first_stage,
-    )
-}  # fmt: skip
+    **{f.__name__: f for f in (mlp, dropout, convnet, tied_gpt, deep_with_dropout, a_rank_without_parameters)},
+    "tied_gpt_with_dropout": partial(tied_gpt, 0.2),
+    "skips": partial(models.skips, ROWS),
+    "in_place": partial(models.in_place, ROWS),
+    "frozen_first_stage": frozen_first_stage,
+}
 
 
 def verify(rank: int, name: str, options: dict[str, Any]) -> tuple[bool, str, list[str]]:
@@ -197,7 +161,6 @@ def look(rank: int, name: str, options: dict[str, Any]) -> dict[str, Any]:
             "meta buffers": [name for name, b in pipe.model.named_buffers() if b.is_meta],
             "timeline": result.timeline,
             "schedule": pipe.schedule,
-            "hash": hashlib.sha256(str(pipe.schedule).encode()).hexdigest(),
             "transport": type(pipe.session.engine.transports[rank]).__name__,
         }
         for attribute in ("loss", "outputs"):
@@ -268,6 +231,10 @@ def from_meta(rank: int, seed: int) -> dict[str, Tensor]:
         return {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
 
 
+SCRIPTS = [script.__name__ for script in scripts_for(collectives=True)]
+"""What the conformance checks run."""
+
+
 def conform(rank: int, choice: TransportChoice) -> tuple[str, list[str]]:
     """The conformance checks, on the transport that a pipeline would take."""
     from penstock.distributed.world import World
@@ -293,28 +260,11 @@ def memory(rank: int) -> list[bool]:
         return [ref() is not None for ref in before]
 
 
-class SlowBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        time.sleep(0.05)
-        return grad
-
-
-class Slow(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        y: Tensor = SlowBackward.apply(super().forward(x))  # type: ignore[no-untyped-call]
-        return y
-
-
 def end_early(rank: int, transport: TransportChoice, share_loss: bool) -> int:
     """The last ranks are done, and close, long before the first has taken its last gradients."""
     torch.manual_seed(0)
-    x, y = torch.randn(8, 5), torch.randn(8, 5)
-    model = nn.Sequential(Slow(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    x, y = torch.randn(8, 4), torch.randn(8, 4)
+    model = nn.Sequential(SleepingBlock(0.025), nn.Linear(4, 4), nn.Linear(4, 4))
     options = {"loss": squared_error, "microbatches": 4, "transport": transport, "broadcast_loss": share_loss}
     with penstock.pipeline(model, (x,), leaf_modules=["0"], **options) as pipe:
         for _ in range(3):

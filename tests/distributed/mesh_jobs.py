@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,10 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
-from penstock.schedule import Action, Op, Schedule, generate, split_backward
 from scaffolding.models import GPT, ConvNet, squared_error, token_error
 from scaffolding.refusals import refusal_of
-from scaffolding.small import WIDTH, Retrieval, retrieval_error
 
 
 @cache
@@ -53,19 +50,6 @@ def verify(rank: int, name: str, shape: tuple[int, int], options: dict[str, Any]
     return Verified(
         report.ok, report.summary(), worst, equal, report.replicas, sorted({row.kind for row in report.rows})
     )
-
-
-def two_for_each(rank: int) -> tuple[bool, list[tuple[int, ...]]]:
-    """Each replica has queries, and two passages for each; the report, and the shapes of what all of them predict."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    torch.manual_seed(mesh.get_local_rank("dp"))
-    queries, (passages, target) = torch.randn(5, WIDTH), torch.randn(2, 10, WIDTH)
-    pieces = [penstock.Microbatches(x.split([4, 4, 2])) for x in (passages, target)]
-    options: dict[str, Any] = {"mesh": mesh, "microbatches": 3, "loss_fn": retrieval_error}
-    args = (queries, pieces[0])
-    report = penstock.verify(Retrieval(), args, target=pieces[1], **options)
-    with penstock.pipeline(Retrieval(), args, batch_dims={"output": (0, 0)}, **options) as pipe:
-        return report.ok, [tuple(one.shape) for one in pipe.predict(*args, outputs="all")]
 
 
 class Trained(NamedTuple):
@@ -127,38 +111,6 @@ def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, 
         return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
 
 
-def zeroed_in_place(rank: int, set_to_none: bool) -> dict[str, Tensor]:
-    """A step that averages, whose gradients are then zeroed or dropped, one that does not average, and one that does.
-
-    The schedule splits backwards.
-    """
-    mesh = mesh_of((2, 1), ("dp", "pp"))
-    task = jobs.mlp()
-    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
-    with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh, schedule="zb-h1") as pipe:
-        pipe.step(*args, target=target)
-        torch.optim.SGD(pipe.parameters()).zero_grad(set_to_none=set_to_none)
-        with pipe.no_sync():
-            pipe.step(*args, target=target)
-        pipe.step(*args, target=target)
-        return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-
-
-def frozen_before_the_average(rank: int) -> dict[str, Tensor]:
-    """One step that does not average, then one that does, in which some of the parameters are frozen."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    task = jobs.mlp()
-    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
-    with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh) as pipe:
-        with pipe.no_sync():
-            pipe.step(*args, target=target)
-        modules = task.model.modules() if isinstance(task.model, nn.Module) else task.model
-        for number, linear in enumerate(module for module in modules if isinstance(module, nn.Linear)):
-            linear.requires_grad_(number % 2 > 0)
-        pipe.step(*args, target=target)
-        return {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-
-
 def masked(rank: int, shape: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor], Tensor, dict[str, Tensor]]:
     """Replicas whose targets count differently many tokens; the loss and gradients, and those of one device."""
     mesh = mesh_of(shape, ("dp", "pp"))
@@ -179,17 +131,6 @@ def masked(rank: int, shape: tuple[int, int]) -> tuple[Tensor, dict[str, Tensor]
     return loss, got, expected.detach(), {name: wanted[name] for name in got}
 
 
-def order_of_reductions(rank: int) -> list[str]:
-    """One rank's row where each rank has two stages."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    task = jobs.mlp()
-    args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
-    options = {"loss": task.loss, "microbatches": 4, "schedule": "interleaved-1f1b", "stages_per_rank": 2, "mesh": mesh}
-    with penstock.pipeline(task.model, args, **options) as pipe:
-        pipe.step(*args, target=target)
-        return [str(a) for a in pipe.schedule.rows[mesh.get_local_rank("pp")] if not a.op.is_receive]
-
-
 def other_rows(rank: int) -> str:
     mesh = mesh_of((2, 2), ("dp", "pp"))
     task = jobs.mlp()
@@ -206,31 +147,3 @@ def batch_norm(rank: int) -> dict[str, Tensor]:
         for _ in range(2):
             pipe.step(x, target=y)
         return {name: buffer.clone() for name, buffer in pipe.named_buffers()}
-
-
-def reduces(schedule: Any) -> bool:
-    return any(a.op is Op.REDUCE_GRAD for row in schedule.rows for a in row)
-
-
-def fewer_rows(rank: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """A step in which the second replica has one microbatch fewer, and so another order of last weight gradients:
-    this rank's gradients, and those of plain torch on all rows."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(5, 5) for _ in range(4)))  # stages that could be taken for each other
-    reference = copy.deepcopy(model)
-    x, y = torch.randn(3, 5), torch.randn(3, 5)
-    squared_error(reference(x), y).backward()  # type: ignore[no-untyped-call]
-    order = split_backward(generate("gpipe", 2, 2, stages_per_rank=2))
-    weights = "0W0 2W0 2W1 0W1", "1W0 3W0 3W1 1W1"
-    rows = [
-        [*(a for a in row if a.op is not Op.W), *map(Action.parse, last.split())]
-        for row, last in zip(order.rows, weights, strict=True)
-    ]
-    mine = slice(0, 2) if mesh.get_local_rank("dp") == 0 else slice(2, 3)
-    schedule = Schedule("last is not last", order.placement, 2, rows)
-    with penstock.pipeline(model, (x[:2],), loss=squared_error, schedule=schedule, mesh=mesh) as pipe:
-        pipe.step(x[mine], target=y[mine])
-        got = {name: p.grad.clone() for name, p in pipe.named_parameters() if p.grad is not None}
-    wanted = {name: p.grad for name, p in reference.named_parameters() if p.grad is not None}
-    return got, {name: wanted[name] for name in got}

@@ -93,21 +93,22 @@ def by_plan(mesh: DeviceMesh) -> Function:
 
 def by_sequence(mesh: DeviceMesh) -> Function:
     """As `by_plan`; between them the activations are divided by rows, too, which a stage's ends do not see."""
+    whole, rows = Replicate(), Shard(0)
+    plans = (
+        {
+            "norm": SequenceParallel(sequence_dim=0),
+            "up": ColwiseParallel(input_layouts=rows),
+            "down": RowwiseParallel(output_layouts=rows),
+        },
+        PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(rows,), use_local_output=True),
+        PrepareModuleOutput(output_layouts=(rows,), desired_output_layouts=(whole,)),
+    )
 
     def parallelize(stage: nn.Module) -> None:
         for module in list(stage.modules()):
             if isinstance(module, Block):
-                plan = {
-                    "norm": SequenceParallel(sequence_dim=0),
-                    "up": ColwiseParallel(input_layouts=Shard(0)),
-                    "down": RowwiseParallel(output_layouts=Shard(0)),
-                }
-                parallelize_module(module, mesh, plan)
-                whole, rows = Replicate(), Shard(0)
-                enter = PrepareModuleInput(input_layouts=(whole,), desired_input_layouts=(rows,), use_local_output=True)
-                leave = PrepareModuleOutput(output_layouts=(rows,), desired_output_layouts=(whole,))
-                parallelize_module(module, mesh, enter)
-                parallelize_module(module, mesh, leave)
+                for plan in plans:
+                    parallelize_module(module, mesh, plan)
 
     return parallelize
 
@@ -201,30 +202,31 @@ def view_updated(rank: int, shards: bool) -> dict[str, Tensor | None]:
         return {name: None if p.grad is None else whole(p.grad) for name, p in pipe.named_parameters()}
 
 
-def memory(rank: int) -> tuple[int, int, int]:
-    """Elements of parameters that a rank holds between steps: sharded, of its own stage, and of the whole model."""
-    mesh = mesh_of((2, 2), ("dp", "pp"))
-    model = Blocks()
-    count = sum(p.numel() for p in model.parameters())
-    x, y = inputs()
-    with penstock.pipeline(
-        model, (x,), loss=squared_error, mesh=mesh, microbatches=2, parallelize=every_block(mesh["dp"])
-    ) as pipe:
-        pipe.step(x, target=y)
-        held = [p for p in pipe.model.parameters() if not p.is_meta]
-        mine = sum(p.to_local().numel() if isinstance(p, DTensor) else p.numel() for p in held)
-        return mine, sum(p.numel() for _, p in pipe.named_parameters()), count
+def replicate_children(mesh: DeviceMesh) -> Function:
+    def parallelize(stage: nn.Module) -> None:
+        for child in stage.children():
+            replicate_with_fsdp(child, mesh=mesh)
+
+    return parallelize
+
+
+def by_columns(mesh: DeviceMesh) -> Function:
+    """The stage's output is a distributed tensor."""
+
+    def parallelize(stage: nn.Module) -> None:
+        plan = {name: ColwiseParallel(use_local_output=False) for name, _ in stage.named_children()}
+        parallelize_module(stage, mesh, plan)
+
+    return parallelize
 
 
 def refused(rank: int, case: str) -> str:
     """The text with which a use is refused."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
-    options: dict[str, Any] = {"microbatches": 2, "mesh": mesh}
     torch.manual_seed(0)
-    x, y = inputs()
+    (x, y), loss = inputs(), squared_error
     model: nn.Module = Blocks()
-    loss: Any = squared_error
-    shard = whole_stage(mesh["dp"])
+    options: dict[str, Any] = {"parallelize": whole_stage(mesh["dp"])}
     match case:
         case "tied":
             task = jobs.tied_gpt()
@@ -234,38 +236,24 @@ def refused(rank: int, case: str) -> str:
         case "narrow window":
             options |= {"schedule": "dualpipe-v", "microbatches": 4, "unshard_window": 1}
         case "nothing to gather":
-            options["unshard_window"] = 1
-
-            def shard(stage: nn.Module) -> None:
-                """Shards nothing."""
-
+            options |= {"unshard_window": 1, "parallelize": lambda stage: None}
         case "another module":
-            shard = nn.Sequential
+            options["parallelize"] = nn.Sequential
         case "a part of the mesh":
             mesh = mesh_of((2, 2, 1), ("dp_replicate", "dp_shard", "pp"))
-            options["mesh"] = mesh
-            shard = whole_stage(mesh["dp_shard"])
+            options["parallelize"] = whole_stage(mesh["dp_shard"])
         case "replicated by FSDP":
-
-            def shard(stage: nn.Module) -> None:
-                for child in stage.children():
-                    replicate_with_fsdp(child, mesh=mesh["dp"])
-
+            options["parallelize"] = replicate_children(mesh["dp"])
         case "sharded before":
             model = fully_shard(model, mesh=mesh["dp"])
         case "no names":
-            shard = whole_stage(DeviceMesh("cpu", torch.arange(4)))
+            options["parallelize"] = whole_stage(DeviceMesh("cpu", torch.arange(4)))
         case "distributed output":
             mesh = mesh_of((2, 2), ("pp", "tp"))
-            options["mesh"] = mesh
             model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-
-            def shard(stage: nn.Module) -> None:
-                plan = {name: ColwiseParallel(use_local_output=False) for name, _ in stage.named_children()}
-                parallelize_module(stage, mesh["tp"], plan)
-
+            options["parallelize"] = by_columns(mesh["tp"])
     try:
-        with penstock.pipeline(model, (x,), loss=loss, parallelize=shard, **options) as pipe:
+        with penstock.pipeline(model, (x,), loss=loss, mesh=mesh, **{"microbatches": 2, **options}) as pipe:
             pipe.step(x, target=y)
     except penstock.PenstockError as error:
         if case == "distributed output":

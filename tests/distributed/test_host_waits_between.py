@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import penstock
 from runtime.step.waiting_jobs import ROWS, STEADY, WIDTH, Masked, tokens_that_count
 from scaffolding import stand_in, stand_in_streams
-from scaffolding.ranks import Ranks
+from scaffolding.ranks import Ranks, RanksError
 from scaffolding.representatives import long_after
 from scaffolding.stand_in import DEVICE
 from scaffolding.stand_in_streams import APART
@@ -31,9 +32,11 @@ class Steps(NamedTuple):
     waits: dict[str, int]
     """In one steady step."""
     losses: list[float]
+    moved: list[str]
+    """The calls by which tensors travelled."""
 
 
-def trained(device: str, given: dict[str, Any], also: str) -> Steps:
+def trained(device: str, given: dict[str, Any], also: str, moved: Iterable[str] = ()) -> Steps:
     """Trains the model of `waiting_jobs`.
 
     Args:
@@ -67,15 +70,15 @@ def trained(device: str, given: dict[str, Any], also: str) -> Steps:
                     stand_in_streams.go_on()
         control = pipe.session.control
         assert all(loss.sources == control.mesh_peers for loss in control._losses), "a sum waits for all of them"
-        return Steps(waits, [float(result.loss) for result in results])
+        return Steps(waits, [float(result.loss) for result in results], sorted({*moved}))
 
 
-def waits(rank: int, shape: tuple[int, int], given: dict[str, Any], also: str) -> Steps:
-    """Trains over (dp, pp) ranks."""
+def waits(rank: int, shape: tuple[int, int], given: dict[str, Any], also: str, device: str = DEVICE) -> Steps:
+    """Trains over (dp, pp) ranks a model that was built on the CPU."""
     own_device(rank)
     mesh = DeviceMesh("cpu", torch.arange(shape[0] * shape[1]).view(shape), mesh_dim_names=("dp", "pp"))
-    with device_groups():
-        return trained(DEVICE, {**given, "mesh": mesh}, also)
+    with device_groups() as moved:
+        return trained(device, {**given, "mesh": mesh}, also, moved)
 
 
 SHORT = [("zb-h1", "")]
@@ -93,6 +96,7 @@ def test_a_steady_step_waits_for_nothing(own_pair: Ranks, schedule: str, also: s
     given = {"schedule": schedule}
     steps = own_pair.run(waits, (1, 2), given, also)
     assert _of_the_host(steps) == [{}] * 2
+    assert {"irecv", "isend"} <= {*steps[0].moved}
     expected: Any = trained("cpu", {**given, "ranks": 2}, "").losses
     if schedule == "dualpipe":  # two ranks' gradients are added in another order
         expected = pytest.approx(expected, rel=1e-6)
@@ -112,9 +116,18 @@ def test_nor_do_these(own_pair: Ranks, given: dict[str, Any]) -> None:
     assert _of_the_host(own_pair.run(waits, (1, 2), given, "hang")) == [{}] * 2
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("shape", [(2, 2), (1, 4)])
-def test_four_ranks(own_four: Ranks, shape: tuple[int, int]) -> None:
-    steps = own_four.run(waits, shape, {}, "hang")
-    assert _of_the_host(steps) == [{}] * 4
+@pytest.mark.parametrize(
+    ("pool", "shape"), long_after(1, ("own_pair", (2, 1)), ("own_four", (2, 2)), ("own_four", (1, 4)))
+)
+def test_other_meshes(request: pytest.FixtureRequest, pool: str, shape: tuple[int, int]) -> None:
+    """Replicas start equal over their devices."""
+    steps = request.getfixturevalue(pool).run(waits, shape, {}, "hang")
+    assert _of_the_host(steps) == [{}] * len(steps)
     assert len({tuple(one.losses) for one in steps}) == 1
+    assert ("broadcast" in steps[0].moved) == (shape[0] > 1)
+
+
+@pytest.mark.long  # by the stand-in, without which the others would show nothing
+def test_a_tensor_on_the_cpu_is_refused(own_pair: Ranks) -> None:
+    with pytest.raises(RanksError, match="no backend for a tensor on cpu in a group for standin"):
+        own_pair.run(waits, (2, 1), {}, "", "cpu")

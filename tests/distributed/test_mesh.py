@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+from unittest import mock
+
 import mesh_jobs
 import pytest
 import torch
+from mesh_jobs import mesh_of, part
 from torch import Tensor
 
+import penstock
+from penstock.network.fabric.traffic import from_model
+from penstock.runtime.gradients.sums import GradientBuffer
 from penstock.schedule import generate, reduce_replicas
+from scaffolding.low_precision import MICROBATCHES, TIED, Gradients, Net, assert_sums, batch, by_hand, loss
 from scaffolding.ranks import Ranks
+from scaffolding.refusals import refusal_of
 from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
@@ -21,33 +30,23 @@ def close(one: Tensor, other: Tensor) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("name", "schedule"),
+    ("name", "schedule", "more"),
     long_after(
-        *(2, ("deep_with_dropout", "zb-v"), ("frozen_first_stage", "zb-h1")),
-        *(("deep_with_dropout", "interleaved-1f1b"), ("deep_with_dropout", "dualpipe-v")),
+        *(3, ("deep_with_dropout", "zb-v", {}), ("frozen_first_stage", "zb-h1", {})),
+        *(("convnet", "1f1b", {"deferred_batch_norm": True}), ("tied_gpt_with_dropout", "interleaved-1f1b", {})),
+        ("deep_with_dropout", "dualpipe-v", {}),
     ),
 )
-def test_two_pipelines_of_two_give_what_one_device_gives(ranks4: Ranks, name: str, schedule: str) -> None:
-    seen = ranks4.run(mesh_jobs.verify, name, (2, 2), {"schedule": schedule, "microbatches": 6})
+def test_two_pipelines_of_two_give_what_one_device_gives(
+    ranks4: Ranks, name: str, schedule: str, more: dict[str, Any]
+) -> None:
+    """Of batch norms whose statistics are deferred, the first replica's count."""
+    seen = ranks4.run(mesh_jobs.verify, name, (2, 2), {"schedule": schedule, "microbatches": 6, **more})
     assert len({each.summary for each in seen}) == 1, "each process has the same report"
     assert seen[0].ok, seen[0].summary
     assert seen[0].replicas == 2
     assert {"gradient", "loss", "output"} <= set(seen[0].kinds)
     assert "loss loss" in seen[0].equal, "the loss of the whole batch, to the bit"
-
-
-@pytest.mark.long  # above: two by two; below: (4, 1)
-@pytest.mark.parametrize(
-    ("name", "shape", "transport"),
-    [
-        ("tied_gpt_with_dropout", (2, 2), "distributed"),
-        ("convnet", (4, 1), "auto"),
-        ("dicts_between_stages", (1, 4), "distributed"),
-    ],
-)
-def test_any_shape_of_mesh(ranks4: Ranks, name: str, shape: tuple[int, int], transport: str) -> None:
-    seen = ranks4.run(mesh_jobs.verify, name, shape, {"microbatches": 3, "transport": transport})
-    assert seen[0].ok, seen[0].summary
 
 
 def test_training_is_that_of_one_pipeline_with_the_whole_batch(ranks4: Ranks) -> None:
@@ -77,61 +76,18 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.equal(a, b) for a, b in zip(deep[0].norms, flat[0].norms, strict=True))
 
 
-@pytest.fixture(scope="module")
-def averages(ranks4: Ranks) -> list[dict[str, Tensor]]:
-    """The gradients of one step, on each rank."""
-    return ranks4.run(mesh_jobs.gradients, [True])
-
-
-def test_gradients_accumulate_over_steps_with_and_without_averages(
-    ranks4: Ranks, averages: list[dict[str, Tensor]]
-) -> None:
+def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks) -> None:
     plan = [True, False, False, True, True]
-    for one, other in zip(averages, ranks4.run(mesh_jobs.gradients, plan), strict=True):
+    once, often = (ranks4.run(mesh_jobs.gradients, steps) for steps in ([True], plan))
+    for one, other in zip(once, often, strict=True):
         assert all(close(other[name], len(plan) * one[name]) for name in one)
 
 
-def test_averages_that_are_zeroed_in_place_accumulate_without_an_average(ranks2: Ranks) -> None:
-    zeroed = ranks2.run(mesh_jobs.zeroed_in_place, False)
-    dropped = ranks2.run(mesh_jobs.zeroed_in_place, True)
-    assert len(zeroed[0]) > 3
-    for mine, its in zip(zeroed, dropped, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-6, atol=1e-7)
-
-
-def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Ranks) -> None:
-    seen = ranks4.run(mesh_jobs.frozen_before_the_average)
-    once = ranks4.run(mesh_jobs.gradients, [True], "mlp")
-    frozen = 0
-    for rank in range(4):
-        assert seen[rank].keys() == once[rank].keys()
-        for name, grad in seen[rank].items():
-            assert torch.equal(grad, seen[(rank + 2) % 4][name]), name  # the other replica's
-            assert torch.allclose(grad, once[rank][name]) or torch.allclose(grad, 2 * once[rank][name]), name
-            frozen += torch.allclose(grad, once[rank][name])
-    assert frozen
-
-
-def test_without_an_average_gradients_are_the_replicas_own(ranks4: Ranks, averages: list[dict[str, Tensor]]) -> None:
-    own = ranks4.run(mesh_jobs.gradients, [False])
-    for rank in range(2):
-        for name, grad in averages[rank].items():
-            assert not close(own[rank][name], own[rank + 2][name])
-            assert close((own[rank][name] + own[rank + 2][name]) / 2, grad)
-
-
 def test_trap_21_replicas_whose_targets_count_differently(ranks4: Ranks) -> None:
-    for loss, got, expected, wanted in ranks4.run(mesh_jobs.masked, (2, 2)):
-        assert torch.allclose(loss, expected, rtol=1e-6)
+    for mean, got, expected, wanted in ranks4.run(mesh_jobs.masked, (2, 2)):
+        assert torch.allclose(mean, expected, rtol=1e-6)
         for name, grad in got.items():
             torch.testing.assert_close(grad, wanted[name])
-
-
-def test_replicas_that_end_their_stages_in_another_order_average_the_same_stages(ranks4: Ranks) -> None:
-    for got, wanted in ranks4.run(mesh_jobs.fewer_rows):
-        assert len(got) == 4
-        for name, gradient in got.items():
-            torch.testing.assert_close(gradient, wanted[name])
 
 
 def test_buffers_are_the_first_replicas_as_in_ddp(ranks4: Ranks) -> None:
@@ -142,22 +98,98 @@ def test_buffers_are_the_first_replicas_as_in_ddp(ranks4: Ranks) -> None:
         assert all(torch.equal(value, seen[rank + 2][name]) for name, value in seen[rank].items())
 
 
-def test_a_stage_is_reduced_as_soon_as_its_last_backward_is_done(ranks4: Ranks) -> None:
-    row = ranks4.run(mesh_jobs.order_of_reductions)[0]
-    assert row.index("2REDUCE_GRAD") < row.index("0REDUCE_GRAD")
-    assert row.index("2B3") < row.index("2REDUCE_GRAD") < row.index("0B3"), "while the other stage still has work"
-
-
-def test_reductions_come_after_what_the_last_backward_sends() -> None:
-    schedule = reduce_replicas(generate("zb-h1", 2, 3), {1})
-    assert [str(a) for a in schedule.rows[1]][-2:] == ["1W2", "1REDUCE_GRAD"]
-    assert not mesh_jobs.reduces(reduce_replicas(generate("1f1b", 2, 3), set()))
-
-
-def test_replicas_with_two_rows_for_each_of_another(ranks4: Ranks) -> None:
-    assert ranks4.run(mesh_jobs.two_for_each) == [(True, [(5, 2), (10, 9)])] * 4
-
-
 def test_replicas_with_batches_of_other_sizes_are_refused(ranks4: Ranks) -> None:
     for said in ranks4.run(mesh_jobs.other_rows):
         assert "the example has [8, 8, 10, 10] rows on the processes 0..3" in said
+
+
+def test_a_stage_is_reduced_as_soon_as_its_last_backward_is_done() -> None:
+    row = [str(a) for a in reduce_replicas(generate("interleaved-1f1b", 2, 4), {*range(4)}).rows[0]]
+    assert row.index("2B3") < row.index("2REDUCE_GRAD") < row.index("0B3"), "while the other stage still has work"
+    assert row[-1] == "0REDUCE_GRAD"
+
+
+# -- gradients in float32: ties and replicas are summed there, to the bit ---------------------------------------------
+
+
+def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
+    """The gradients that this process holds after two steps without an optimizer."""
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32} | options
+    replica = 0
+    if replicas > 1:
+        options["mesh"] = mesh_of((replicas, torch.distributed.get_world_size() // replicas), ("dp", "pp"))
+        replica = options["mesh"].get_local_rank("dp")
+    with penstock.pipeline(Net(), part(batch()[:1], replica, replicas), **options) as pipe:
+        for step in range(2):
+            x, y = part(batch(step), replica, replicas)
+            pipe.step(x, target=y)
+        return {
+            name: parameter.grad
+            for name, parameter in pipe.session.model_parts.all_parameters()
+            if not parameter.is_meta
+        }
+
+
+class Bytes(NamedTuple):
+    """What a process sums of gradients in a step, each sum by itself, and the gradients that it holds afterwards."""
+
+    summed: list[int]
+    held: int
+
+
+def count_bytes(rank: int, options: dict[str, Any]) -> Bytes:
+    """The bytes of a step of two replicas."""
+    mesh = mesh_of((2, torch.distributed.get_world_size() // 2), ("dp", "pp"))
+    x, y = part(batch(), mesh.get_local_rank("dp"), 2)
+    summed: list[int] = []
+    fill = GradientBuffer.fill
+
+    def counted(self: GradientBuffer) -> Tensor:
+        memory = fill(self)
+        summed.append(memory.nbytes)
+        return memory
+
+    options = {"microbatches": MICROBATCHES, "loss_fn": loss, "mesh": mesh, "transport": "distributed"} | options
+    with mock.patch.object(GradientBuffer, "fill", counted), penstock.pipeline(Net(), (x,), **options) as pipe:
+        pipe.step(x, target=y)
+        held = sum(p.grad.nbytes for p in pipe.parameters() if p.grad is not None)
+    return Bytes(sorted(summed), held)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_a_tied_weight_is_summed_over_ranks_in_float32(ranks2: Ranks, schedule: str) -> None:
+    expected = by_hand(steps=2)
+    found = ranks2.run(train, {"schedule": schedule})
+    for mine in found:
+        # In a V, one rank adds the terms of the first and the last stage, as they come.
+        assert_sums(mine, expected, reordered=TIED if schedule == "zb-v" else "")
+    assert {name for mine in found for name in mine} == expected.keys()
+
+
+def test_replicas_are_averaged_in_float32(ranks4: Ranks) -> None:
+    expected = by_hand(steps=2, replicas=2)
+    for mine in ranks4.run(train, {"schedule": "zb-h1"}, 2):
+        assert_sums(mine, expected)
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)
+def test_a_run_sums_and_holds_as_many_bytes_as_predicted(ranks4: Ranks, dtype: torch.dtype | None) -> None:
+    options: dict[str, Any] = {"schedule": "1f1b", "microbatches": MICROBATCHES, "grad_dtype": dtype}
+    rows = batch()[0].chunk(2)[0]
+    seen = penstock.inspect(Net(), (rows,), stages=2, **options)
+    sent = from_model(Net(), (rows.chunk(MICROBATCHES)[0],), hosts=4, ranks=2, traffic="pipeline", **options)
+    for host, mine in enumerate(ranks4.run(count_bytes, options)):
+        summed = [each.bytes for each in sent.transfers if "gradients" in each.name and host in each.ranks]
+        assert mine.summed == sorted(summed)
+        assert mine.held == seen.stages[host % 2].gradient_bytes
+
+
+def one_without(rank: int) -> str:
+    """What is said where one process alone asks for float32."""
+    options = {"mesh": mesh_of((2, 1), ("dp", "pp")), "grad_dtype": None if rank else torch.float32}
+    return refusal_of(penstock.pipeline, Net(), batch()[:1], loss_fn=loss, **options)
+
+
+def test_every_process_asks_for_the_same(ranks2: Ranks) -> None:
+    words = "grad_dtype= is ['torch.float32', 'None'] on the processes 0..1; every process must pass the same"
+    assert all(words in said for said in ranks2.run(one_without))

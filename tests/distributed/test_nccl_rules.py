@@ -5,23 +5,253 @@ Each cell runs under the rules without `device_id=` and under those with it (`ea
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+import threading
+import time
+from collections.abc import Callable, Iterator
 from itertools import product
+from typing import Any, NamedTuple
+from unittest import mock
 
-import nccl_jobs
+import jobs
 import pytest
+import torch
 import torch.distributed as dist
-from nccl_jobs import BUGS, MICROBATCHES, MODELS, RULES, Cell
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
+import penstock
 from penstock._base.errors import ArgumentError
 from penstock.schedule import schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
+from penstock.testing import nccl
 from penstock.testing.nccl import nccl_rules
-from penstock.testing.transport_scripts import scripts_for
-from scaffolding.ranks import Ranks, RanksError
+from scaffolding.by_hand import step_by_hand
+from scaffolding.compared import differences, impossible_messages
+from scaffolding.models import squared_error
+from scaffolding.ranks import Ranks
 from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
+
+
+WIDTH = 5
+MICROBATCHES = 4
+KINDS_OF_BATCH = (12, 8)
+"""Rows: microbatches of three, and then of two."""
+
+
+class Block(nn.Module):
+    """Two values: one for the next block, and one that a later block may take."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.main, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.main(x).tanh(), self.side(x)
+
+
+class Blocks(nn.Module):
+    """As many blocks as stages. `reach`: how many blocks later the second value is used; 0: nowhere."""
+
+    def __init__(self, blocks: int, reach: int = 0, *, tied: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.reach = min(reach, blocks - 1)
+        if tied:
+            self.blocks[-1].main.weight = self.blocks[0].main.weight  # type: ignore[union-attr]
+
+    def forward(self, x: Tensor) -> Tensor:
+        sides: list[Tensor] = []
+        for index, block in enumerate(self.blocks):
+            x, side = block(x)
+            sides.append(side)
+            if self.reach and index >= self.reach:
+                x = x * sides[index - self.reach]
+        return x
+
+
+MODELS: dict[str, Callable[[int], nn.Module]] = {
+    "chain": Blocks,
+    "a skip over one cut": lambda stages: Blocks(stages, 2),
+    "a skip over two cuts": lambda stages: Blocks(stages, 3),
+    "a tie": lambda stages: Blocks(stages, tied=True),
+}
+"""The second value passes by one stage, or two, before it is used."""
+
+
+class Cell(NamedTuple):
+    """One cell of the matrix. `timed`: which kinds of batch are run with a timeline."""
+
+    schedule: str
+    model: str
+    stages: int
+    chunks: int
+    timed: tuple[bool, bool]
+    transport: str = "distributed"
+    eager: bool = False
+    lazy_loading: bool = False
+    """A kernel that runs for the first time waits for receives that were posted ahead."""
+
+
+def train(rank: int, cell: Cell) -> list[str]:
+    """What differs from one device, in words: three steps with one kind of batch, and two with another."""
+    with nccl_rules(eager=cell.eager, lazy_loading=cell.lazy_loading):
+        return steps(cell)
+
+
+MESHES: dict[str, list[list[int]]] = {"two pipelines": [[0, 1], [2, 3]], "a part": [[1, 2, 3]]}
+"""The ranks of each pipeline, of four."""
+
+
+def train_over(rank: int, mesh: str, cell: Cell) -> list[str]:
+    """The same over a mesh. Replicas get the same data, so their average is what each of them has."""
+    grid = DeviceMesh("cpu", MESHES[mesh], mesh_dim_names=("dp", "pp"))
+    with nccl_rules(eager=cell.eager):
+        return steps(cell, mesh=grid) if any(rank in line for line in MESHES[mesh]) else []
+
+
+def steps(cell: Cell, **options: Any) -> list[str]:
+    torch.manual_seed(0)
+    model = MODELS[cell.model](cell.stages)
+    reference = copy.deepcopy(model)
+    options |= {"schedule": cell.schedule, "stages_per_rank": cell.chunks, "transport": cell.transport}
+    example = torch.randn(KINDS_OF_BATCH[0], WIDTH)
+    found = []
+    with penstock.pipeline(model, (example,), loss=squared_error, microbatches=MICROBATCHES, **options) as pipe:
+        for rows, count, timed in zip(KINDS_OF_BATCH, (3, 2), cell.timed, strict=True):
+            for step in range(count):
+                x, y = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+                model.zero_grad()
+                reference.zero_grad()
+                result = pipe.step(x, target=y, timeline=timed)
+                assert (result.timeline is not None) is timed
+                if timed and result.timeline is not None:
+                    assert result.timeline.makespan_seconds > 0
+                    if cell.transport == "distributed":
+                        found += impossible_messages(result.timeline)
+                expected = step_by_hand(reference, [x], y, squared_error, MICROBATCHES).total
+                found += [
+                    f"{rows} rows, step {step}: {what}" for what in differences(pipe, reference, expected, result)
+                ]
+    return found
+
+
+# -- the rules by themselves ------------------------------------------------------------------------------------------
+
+
+def tags_are_ignored(rank: int) -> None:
+    first, second = torch.zeros(2), torch.zeros(2)
+    if rank == 0:
+        works = [dist.isend(torch.full((2,), float(k)), 1, tag=k) for k in (1, 2)]
+    else:
+        works = [dist.irecv(first, 0, tag=2), dist.irecv(second, 0, tag=1)]
+    for work in works:
+        assert work is not None
+        work.wait()
+    assert rank == 0 or (first.tolist(), second.tolist()) == ([1.0, 1.0], [2.0, 2.0])
+
+
+def the_first_operation_meets_its_peer(rank: int) -> None:
+    dist.barrier()
+    began = time.monotonic()
+    if rank == 1:
+        time.sleep(0.3)
+    work = (dist.isend if rank == 0 else dist.irecv)(torch.zeros(1), 1 - rank)
+    assert time.monotonic() - began >= 0.25
+    assert work is not None
+    work.wait()
+
+
+def what_waits_holds_up_what_is_behind_it(rank: int) -> None:
+    """Rank 0 posts a receive, and then sends; rank 1 wants to receive before it sends."""
+    if rank == 0:
+        works = [dist.irecv(torch.zeros(1), 1), dist.isend(torch.ones(1), 1)]
+    else:
+        works = [dist.irecv(torch.zeros(1), 0)]
+        time.sleep(0.2)
+        assert works[0] is not None
+        assert not works[0].is_completed()
+    dist.barrier()
+    # Both communicators now begin with a receive: NCCL would hang. So the test makes room, past the rules.
+    with mock.patch.object(nccl.SerialWorker, "issue", lambda _, run, __: threading.Thread(target=run).start()):
+        if rank == 1:
+            dist.isend(torch.ones(1), 0)
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def to_synchronize_waits_for_posted_receives(rank: int) -> None:
+    first = (dist.isend if rank == 0 else dist.irecv)(torch.zeros(1), 1 - rank)
+    assert first is not None
+    first.wait()
+    if rank == 0:
+        dist.irecv(torch.zeros(1), 1)
+        waiting = threading.Thread(target=torch.cuda.synchronize)
+        waiting.start()
+        waiting.join(0.2)
+        assert waiting.is_alive()
+        dist.barrier()
+        waiting.join()
+    else:
+        dist.barrier()
+        dist.isend(torch.zeros(1), 0)
+
+
+def sizes_must_match(rank: int) -> None:
+    if rank == 0:
+        dist.isend(torch.zeros(3), 1)
+    else:
+        work = dist.irecv(torch.zeros(2), 0)
+        assert work is not None
+        with pytest.raises(RuntimeError, match="a receive of 8 bytes met a send of 12 bytes"):
+            work.wait()
+
+
+def some_dtypes_are_refused(rank: int) -> None:
+    for dtype in (torch.int16, torch.uint16, torch.uint32, torch.uint64):
+        with pytest.raises(TypeError, match="not supported for NCCL process group"):
+            dist.isend(torch.zeros(1, dtype=dtype), 1 - rank)
+
+
+RULES = [
+    *(tags_are_ignored, the_first_operation_meets_its_peer, what_waits_holds_up_what_is_behind_it),
+    *(to_synchronize_waits_for_posted_receives, sizes_must_match, some_dtypes_are_refused),
+]
+
+
+def assert_rule(rank: int, rule: Callable[[int], None]) -> None:
+    """That one of them holds: each asserts it itself."""
+    with nccl_rules():
+        rule(rank)
+
+
+def assert_one_communicator_for_all(rank: int) -> None:
+    """With `device_id=`: what rank 0 awaits of rank 1 holds up what it sends to rank 2."""
+    with nccl_rules(eager=True):
+        works: list[Any] = []
+        if rank == 0:
+            works = [dist.irecv(torch.zeros(1), 1), dist.isend(torch.zeros(1), 2)]
+        elif rank == 2:
+            works = [dist.irecv(torch.zeros(1), 0)]
+            time.sleep(0.2)
+            assert not works[0].is_completed()
+        dist.barrier()
+        if rank == 1:
+            works = [dist.isend(torch.zeros(1), 0)]
+        for work in works:
+            work.wait()
+
+
+def conform_under_rules(rank: int) -> list[str]:
+    """The conformance checks."""
+    with nccl_rules():
+        return jobs.conform(rank, "distributed")[1]
+
+
+# -- what they show ----------------------------------------------------------------------------------------------------
 
 RANKS = (2, 3, 4)
 SECONDS = 60.0
@@ -63,80 +293,40 @@ def test_every_step_is_that_of_one_device(
     mine = list(cells(schedule, p, model, eager))
     assert mine
     for cell in mine:
-        assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * p, cell
+        assert ranks.run(train, cell, seconds=SECONDS) == [[]] * p, cell
 
 
 @pytest.mark.parametrize("eager", long_after(1, True, False))
 def test_layouts_are_learned_under_the_rules_beside_shared_memory(ranks4: Ranks, eager: bool) -> None:
     cell = Cell("interleaved-1f1b", "a skip over two cuts", 8, 2, (False, True), "auto", eager)
-    assert ranks4.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * 4
+    assert ranks4.run(train, cell, seconds=SECONDS) == [[]] * 4
 
 
 @pytest.mark.parametrize("schedule", long_after(1, "dualpipe", "chimera"))
 def test_the_second_step_needs_no_kernel_that_the_first_has_not_loaded(ranks4: Ranks, schedule: str) -> None:
     """Ranks 1 and 2 each await the other's first gradient when they compute their own. On an H100 both hung."""
-    cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False))
-    assert ranks4.run(nccl_jobs.train_with_lazy_loading, cell, seconds=SECONDS) == [[]] * 4
+    cell = Cell(schedule, "a skip over two cuts", 4, 1, (False, False), lazy_loading=True)
+    assert ranks4.run(train, cell, seconds=SECONDS) == [[]] * 4
 
 
-@pytest.mark.parametrize("mesh", nccl_jobs.MESHES)
+@pytest.mark.parametrize("mesh", MESHES)
 def test_replicas_and_a_part_of_the_job_where_the_default_group_has_a_device(ranks4: Ranks, mesh: str) -> None:
-    ranks = len(nccl_jobs.MESHES[mesh][-1])  # of a pipeline
+    ranks = len(MESHES[mesh][-1])  # of a pipeline
     cell = Cell("interleaved-1f1b", "a skip over one cut", 2 * ranks, 2, (False, True), eager=True)
-    assert ranks4.run(nccl_jobs.train_over, mesh, cell, seconds=SECONDS) == [[]] * 4
-
-
-def test_groups_of_two_are_only_those_that_exchange_messages(ranks4: Ranks) -> None:
-    chain = Cell("1f1b", "chain", 4, 1, (False, False), eager=True)
-    assert ranks4.run(nccl_jobs.groups_of_two, chain) == [2, 4, 4, 2]
-    assert ranks4.run(nccl_jobs.groups_of_two, chain._replace(eager=False)) == [0, 0, 0, 0]
-    skipping = chain._replace(model="a skip over one cut")
-    assert ranks4.run(nccl_jobs.groups_of_two, skipping) == [4, 6, 6, 4]
-
-
-CAUGHT = {
-    "receives_in_the_order_of_use": Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False)),
-    "no_connection": Cell("chimera", "chain", 4, 1, (False, False)),
-    "timed_by_synchronizing": Cell("1f1b", "chain", 2, 1, (True, False)),
-    "no_group_of_two": Cell("1f1b", "a skip over two cuts", 4, 1, (False, False), eager=True),
-}
-"""A cell that does not survive the bug."""
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("bug", BUGS)
-def test_a_bug_is_caught(bug: str, request: pytest.FixtureRequest) -> None:
-    cell = CAUGHT[bug]
-    ranks: Ranks = request.getfixturevalue(f"ranks{cell.stages // cell.chunks}")
-    assert ranks.run(nccl_jobs.train, cell, seconds=SECONDS) == [[]] * ranks.n
-    try:
-        found = ranks.run(nccl_jobs.with_bug, cell, bug, seconds=15.0)
-    except RanksError:
-        return  # it hung, or raised
-    assert any(found)
-
-
-@pytest.mark.long  # the emulation refuses it; pipelines under these rules: above
-def test_groups_that_are_split_are_caught(ranks4: Ranks) -> None:
-    cell = Cell("1f1b", "chain", 2, 1, (False, False), eager=True)
-    for said in ranks4.run(nccl_jobs.why_split_groups_fail, cell):
-        assert "would wait forever: the default group has a device" in said
+    assert ranks4.run(train_over, mesh, cell, seconds=SECONDS) == [[]] * 4
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_the_rules_are_kept(ranks2: Ranks, rule: str) -> None:
-    ranks2.run(nccl_jobs.assert_rule, rule, seconds=SECONDS)
+def test_the_rules_are_kept(ranks2: Ranks, rule: Callable[[int], None]) -> None:
+    ranks2.run(assert_rule, rule, seconds=SECONDS)
 
 
 def test_the_rules_with_a_device_id(ranks3: Ranks) -> None:
-    ranks3.run(nccl_jobs.assert_one_communicator_for_all, seconds=SECONDS)
+    ranks3.run(assert_one_communicator_for_all, seconds=SECONDS)
 
 
 def test_conformance(ranks2: Ranks) -> None:
-    assert (
-        ranks2.run(nccl_jobs.conform, seconds=SECONDS)
-        == [[script.__name__ for script in scripts_for(collectives=True)]] * 2
-    )
+    assert ranks2.run(conform_under_rules, seconds=SECONDS) == [jobs.SCRIPTS] * 2
 
 
 def test_eager_rules_need_the_default_group() -> None:

@@ -1,4 +1,5 @@
-"""The process groups of a pipeline: which groups of two are made at once, and what torch is told of each."""
+"""The process groups of a pipeline: which groups of two are made at once, what torch is told of each, and what they ask
+of devices."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,6 +19,7 @@ from penstock._base.errors import ArgumentError
 from penstock.distributed.failure_detector import Timeouts
 from penstock.distributed.groups import GROUP_SECONDS, GroupOptions, Groups, RankPair, matchings
 from penstock.distributed.world import World
+from penstock.runtime.execute.transport_choice import accelerator_id, check_distinct_accelerators, check_queues
 
 
 @given(st.sets(st.sampled_from(list(permutations(range(6), 2)))))
@@ -69,21 +72,13 @@ def groups(backend: str, *options: Any) -> None:
     made.pair([(0, 1), (1, 2), (0, 2)])
 
 
-def test_every_group_has_the_limit(told: list[dict[str, Any]]) -> None:
-    groups("nccl", 120.0)
-    assert len(told) == 9  # one of them for losses that leave late
-    assert {call["timeout"] for call in told} == {timedelta(seconds=120)}
-    assert all("pg_options" not in call for call in told)
-
-
-def test_the_watchdog_ends_a_wait_before_a_group_does() -> None:
-    assert 2 * Timeouts().timeout_seconds <= GROUP_SECONDS
-
-
-def test_each_group_for_tensors_has_its_own_copy_of_the_options(told: list[dict[str, Any]]) -> None:
+def test_every_group_has_the_limit_and_its_own_copy_of_the_options(told: list[dict[str, Any]]) -> None:
+    assert 2 * Timeouts().timeout_seconds <= GROUP_SECONDS, "the watchdog ends a wait before a group does"
     mine = NcclOptions()
     before = copy.deepcopy(vars(mine))
     groups("nccl", 120.0, mine)
+    assert len(told) == 9  # one of them for losses that leave late
+    assert {call["timeout"] for call in told} == {timedelta(seconds=120)}
     given = [call.get("pg_options") for call in told if call["backend"] == "nccl"]
     assert len({id(options) for options in given} | {id(mine)}) == len(given) + 1 == 8
     for options in given:
@@ -103,3 +98,39 @@ def test_options_of_another_kind_are_refused(told: list[dict[str, Any]], backend
     with pytest.raises(ArgumentError, match=f"pg_options: .*{says}"):
         groups(backend, 120.0, options)
     assert [call["backend"] for call in told] == ["gloo"]  # over which the ranks agree on the refusal
+
+
+# -- the devices that communicate -------------------------------------------------------------------------------------
+
+
+def test_a_device_that_each_process_sees_as_number_0_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = torch.device("cuda", 0)
+    seen = []
+    for uuid in ("a", "b", "a"):
+        properties = SimpleNamespace(uuid=uuid)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _, found=properties: found)
+        seen.append(accelerator_id(device))
+    check_distinct_accelerators(seen[:2])
+    with pytest.raises(ArgumentError, match=r"ranks \[0, 2\] would compute on the same accelerator \(3 ranks have 2"):
+        check_distinct_accelerators(seen)
+
+
+def test_cpus_are_shared_and_nccl_may_be_told_to_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_distinct_accelerators([accelerator_id(torch.device("cpu"))] * 2)
+    monkeypatch.setenv("NCCL_MULTI_RANK_GPU_ENABLE", "1")
+    check_distinct_accelerators(["one"] * 2)
+
+
+def test_a_device_has_a_queue_for_each_communicator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+    check_queues(4)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    check_queues(1)
+    with pytest.raises(
+        ArgumentError, match=r"CUDA_DEVICE_MAX_CONNECTIONS=1: .* expected at least 3: unset the variable"
+    ):
+        check_queues(2)
+    with pytest.raises(ArgumentError, match="expected at least 5"):
+        check_queues(8)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "8")
+    check_queues(8)

@@ -1,18 +1,17 @@
-"""`torchrun --max-restarts` and nothing else: a job that one rank is lost of goes on from its last checkpoint."""
+"""Ranks that torchrun restarts, and nothing else: the job goes on from its last checkpoint. Ranks that never come."""
 
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-import penstock
 from penstock.distributed.launch.agent import TAG, kill_remaining
+from scaffolding.warm_scripts import lines_of_script
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "train_resumable.py"
 OPTIONS = ["--steps", "10", "--every", "3", "--folder"]
@@ -38,33 +37,17 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def losses(done: subprocess.CompletedProcess[str]) -> list[tuple[int, str]]:
+def losses(printed: Iterable[str]) -> list[tuple[int, str]]:
     """The steps, each with its loss to the bit."""
-    words = [line.split() for line in done.stdout.splitlines() if line.startswith("bits")]
+    words = [line.split() for line in printed if line.startswith("bits")]
     return [(int(step), loss) for _, step, loss in words]
-
-
-@pytest.fixture
-def whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
-    """The same of a run in this process that nothing happens to."""
-    step, found = penstock.Pipeline.step, []
-
-    def noted(self: penstock.Pipeline, *args: Any, **kwargs: Any) -> Any:
-        result = step(self, *args, **kwargs)
-        found.append((self.step_count, float(result.loss).hex()))
-        return result
-
-    with monkeypatch.context() as patch:
-        patch.setattr(penstock.Pipeline, "step", noted)
-        patch.setattr(sys, "argv", [str(EXAMPLE), *OPTIONS, str(tmp_path / "whole")])
-        runpy.run_path(str(EXAMPLE), run_name="__main__")
-    return found
 
 
 @pytest.mark.long  # test_saving.py kills a rank and goes on, test_failure.py restarts a job
 @pytest.mark.distributed
-def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[tuple[int, str]]) -> None:
+def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path) -> None:
     (tmp_path / "falls.py").write_text(FALLS)
+    whole = losses(lines_of_script(tmp_path / "falls.py", EXAMPLE, *OPTIONS, tmp_path / "whole"))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", TAG: str(tmp_path)}
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "--max-restarts=1"]
     command = [sys.executable, *torchrun, "falls.py", str(EXAMPLE), *OPTIONS, "broken"]
@@ -76,9 +59,37 @@ def test_a_rank_that_is_killed_once_changes_no_loss(tmp_path: Path, whole: list[
     finally:
         kill_remaining(str(tmp_path))
     assert done.returncode == 0, done.stderr
-    seen = losses(done)
+    seen = losses(done.stdout.splitlines())
     again = seen[7][0]
     assert again in (4, 7), "that of step 6 may not have been whole"
     assert [step for step, _ in seen] == [*range(1, 8), *range(again, 11)]
     assert set(seen) == set(whole)
     assert sorted(path.name for path in (tmp_path / "broken").iterdir()) == ["step-00000006", "step-00000009"]
+
+
+# -- ranks that never come --------------------------------------------------------------------------------------------
+
+
+LEAVES = """
+import os, sys, torch, penstock
+from torch import nn
+if os.environ["RANK"] == "1":
+    sys.exit(0)
+penstock.pipeline(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), (torch.randn(8, 4),), loss_fn=nn.MSELoss())
+"""
+
+
+@pytest.mark.long
+@pytest.mark.distributed
+@pytest.mark.parametrize("leaves", [True, False])
+def test_a_rank_that_left_with_success_is_named_and_a_slow_one_is_waited_for(tmp_path: Path, leaves: bool) -> None:
+    text = LEAVES if leaves else LEAVES.replace("sys.exit(0)", "__import__('time').sleep(12)")
+    (tmp_path / "leaves.py").write_text(text)
+    command = [sys.executable, "-m", "penstock", "run", "--ranks", "2", "leaves.py"]
+    done = subprocess.run(command, check=False, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    if leaves:
+        words = "rank 0 stops: rank 1 has ended before all ranks had called penstock.pipeline, as each has to"
+        assert done.returncode == 1
+        assert words in done.stderr
+    else:
+        assert (done.returncode, done.stderr) == (0, "")

@@ -6,6 +6,7 @@ Torch's classes that read and write CSV are private: without them there is nothi
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import torch_jobs
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from penstock.schedule import (
     Format,
@@ -35,6 +37,7 @@ from penstock.simulate.costs import LinkCost, StageCost
 from penstock.simulate.search import search
 from scaffolding.ranks import Ranks
 
+PipelineStage: Any = pytest.importorskip("torch.distributed.pipelining").PipelineStage
 schedules: Any = pytest.importorskip("torch.distributed.pipelining.schedules")
 runtime: Any = getattr(schedules, "_PipelineScheduleRuntime", None)
 
@@ -72,16 +75,41 @@ CASES: dict[str, Callable[[], Schedule]] = {
 }
 
 
-def assert_torch_runs_it_right(pool: Ranks, schedule: Schedule, format: Format, steps: int = 1) -> None:
-    """Runs it in torch, and compares output and gradients with those of the unsplit model."""
-    placement, m = schedule.placement, schedule.microbatches
-    got = pool.run(torch_jobs.in_torch, to_csv(schedule, format), format, placement.rank_of, m, steps)
-    output, wanted = torch_jobs.on_one_device(placement.stages, m)
-    torch.testing.assert_close(got[placement.rank_of[-1]][0], output)
-    found = {name: gradient for _, gradients in got for name, gradient in gradients.items()}
-    assert found.keys() == wanted.keys()
-    for name, gradient in wanted.items():
-        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
+Gradients = dict[str, Tensor]
+
+
+def task(stages: int, microbatches: int) -> tuple[list[nn.Module], Tensor, Tensor]:
+    """A layer a stage, inputs and targets. Microbatches have the same number of rows, all different."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(5, 5), nn.Tanh()) for _ in range(stages)]
+    return list(layers), torch.randn(2 * microbatches, 5), torch.randn(2 * microbatches, 5)
+
+
+def gradients(layers: list[nn.Module], only: list[int]) -> Gradients:
+    """By stage and name. A parameter without a gradient is left out, which the comparison of the names finds."""
+    return {
+        f"{stage}.{name}": parameter.grad
+        for stage in only
+        for name, parameter in layers[stage].named_parameters()
+        if parameter.grad is not None
+    }
+
+
+def in_torch(rank: int, text: str, format: Any, rank_of: tuple[int, ...], microbatches: int, steps: int = 1) -> Any:
+    """The output, on the last stage's rank, and the gradients of the rank's stages."""
+    layers, x, y = task(len(rank_of), microbatches)
+    mine = [stage for stage, owner in enumerate(rank_of) if owner == rank]
+    stages = [PipelineStage(layers[stage], stage, len(rank_of), torch.device("cpu")) for stage in mine]
+    made = runtime(stages, microbatches, F.mse_loss)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "schedule.csv")
+        path.write_text(text, newline="")
+        made._load_csv(str(path), format)
+    for _ in range(steps):
+        for layer in layers:
+            layer.zero_grad()
+        output = made.step(*([x] if 0 in mine else []), target=y if len(rank_of) - 1 in mine else None)
+    return None if output is None else output.detach(), gradients(layers, mine)
 
 
 @pytest.mark.distributed
@@ -91,7 +119,17 @@ def assert_torch_runs_it_right(pool: Ranks, schedule: Schedule, format: Format, 
 def test_torch_runs_it_with_right_gradients(ranks2: Ranks, name: str, format: Format) -> None:
     schedule = CASES[name]()
     assert not [violation for violation in check(schedule) if violation.fatal]
-    assert_torch_runs_it_right(ranks2, schedule, format, steps=2)
+    placement, m = schedule.placement, schedule.microbatches
+    got = ranks2.run(in_torch, to_csv(schedule, format), format, placement.rank_of, m, 2)
+    layers, x, y = task(placement.stages, m)
+    output = nn.Sequential(*layers)(x)
+    F.mse_loss(output, y).backward()
+    wanted = gradients(layers, [*range(placement.stages)])
+    torch.testing.assert_close(got[placement.rank_of[-1]][0], output.detach())
+    found = {name: gradient for _, gradients in got for name, gradient in gradients.items()}
+    assert found.keys() == wanted.keys()
+    for name, gradient in wanted.items():
+        torch.testing.assert_close(found[name], gradient, msg=lambda text, name=name: f"{name}: {text}")
 
 
 # -- from torch to Penstock -------------------------------------------------------------------------------------------
@@ -140,15 +178,10 @@ def test_torchs_schedules_load_are_legal_and_timed(tmp_path: Path, theirs: Their
     order = loaded["compute_only"]
     assert from_csv(to_csv(loaded["compute_comms"]), theirs.name) == order
     add_communication(order)  # and our own messages are possible in it
+    write_csv(read_csv(tmp_path / "compute_comms.csv"), tmp_path / "ours.csv", "compute_comms")
+    assert (tmp_path / "ours.csv").read_bytes() == (tmp_path / "compute_comms.csv").read_bytes()
     costs = StageCost(1.0, 1.0, 1.0)
     timelines = [simulate(schedule, costs) for schedule in loaded.values()]
     work = 3.0 * theirs.microbatches * theirs.placement.stages / theirs.placement.ranks
     assert timelines[0].makespan_seconds == timelines[1].makespan_seconds > work
     assert [timelines[0].busy_seconds(rank) for rank in range(order.ranks)] == [work] * order.ranks
-
-
-@pytest.mark.parametrize("theirs", THEIRS, ids=str)
-def test_torchs_files_are_written_again_to_the_byte(tmp_path: Path, theirs: Theirs) -> None:
-    made_by_torch(*theirs)._dump_csv(str(tmp_path / "torch.csv"), format="compute_comms")
-    write_csv(read_csv(tmp_path / "torch.csv"), tmp_path / "ours.csv", "compute_comms")
-    assert (tmp_path / "ours.csv").read_bytes() == (tmp_path / "torch.csv").read_bytes()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,6 +19,7 @@ from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, memory, simulate
 from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks
+from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
 
@@ -81,22 +81,21 @@ class Gathered:
             output.register_hook(lambda _: self.seen.append((number, self.now())))
 
 
-def train(rank: int, window: int | None, steps: int, rows: list[int], options: dict[str, Any]) -> Seen:
-    """Some steps, in which replica i has `rows[i]` rows, then an evaluation."""
+def train(rank: int, window: int | None, options: dict[str, Any]) -> Seen:
+    """Two steps, then an evaluation."""
     mesh = mesh_of((2, 2), ("dp", "pp"))
     torch.manual_seed(0)
     model = Blocks(layers=options.pop("layers"), dropout=options.pop("dropout", 0.1))
-    replica = mesh.get_local_rank("dp")
-    x, y = part(inputs(), replica, 2)
+    x, y = part(inputs(), mesh.get_local_rank("dp"), 2)
     gathered = Gathered(mesh["dp"], half=options.pop("half", False), compiled=options.pop("compiled", False))
     options = {"loss": squared_error, "seed": 3, "mesh": mesh, "parallelize": gathered.shard, **options}
     with penstock.pipeline(model, (x,), unshard_window=window, **options) as pipe:
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.01)
         losses = []
-        for _ in range(steps):
+        for _ in range(2):
             optimizer.zero_grad()
             gathered.seen.clear()
-            result = pipe.step(x[: rows[replica]], target=y[: rows[replica]], timeline=True)
+            result = pipe.step(x, target=y, timeline=True)
             losses.append(result.loss)
             gradients = {name: whole(p.grad) for name, p in pipe.named_parameters() if p.grad is not None}
             optimizer.step()
@@ -113,21 +112,12 @@ def train(rank: int, window: int | None, steps: int, rows: list[int], options: d
         )
 
 
-SEEN: dict[str, list[Seen]] = {}
-"""What several tests look at, by what was asked for."""
+Case = tuple[dict[str, Any], int]
 
 
-def run(ranks: Ranks, window: int | None, rows: Sequence[int] = (6, 6), **options: Any) -> list[Seen]:
-    asked = str((window, rows, sorted(options.items())))
-    if asked not in SEEN:
-        SEEN[asked] = ranks.run(train, window, 2, rows, options)
-    return SEEN[asked]
-
-
-def case(schedule: str, chunks: int, window: int, microbatches: int = 3, **more: Any) -> Any:
+def case(schedule: str, chunks: int, window: int, microbatches: int = 3, **more: Any) -> Case:
     usual = {"schedule": schedule, "stages_per_rank": chunks, "layers": 2 * chunks, "microbatches": microbatches}
-    options = {**usual, **more}
-    return pytest.param(options, window, id=f"{schedule}-{chunks}-{window}-{'-'.join(more)}")
+    return {**usual, **more}, window
 
 
 def same_bits(one: Seen, other: Seen) -> None:
@@ -138,7 +128,8 @@ def same_bits(one: Seen, other: Seen) -> None:
     assert other.share == one.share
 
 
-LONG = [
+CASES = [
+    case("zb-v", 2, 1, 4),
     case("interleaved-1f1b", 3, 2),
     case("dualpipe-v", 2, 2, 6),
     case("interleaved-1f1b", 3, 2, recompute=1),
@@ -148,17 +139,11 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("options", "window"),
-    [
-        case("zb-v", 2, 1, 4),
-        *(pytest.param(*each.values, id=each.id, marks=pytest.mark.long) for each in LONG),
-    ],
-)
+@pytest.mark.parametrize(("options", "window"), long_after(1, *CASES))
 def test_a_window_changes_no_bit_and_bounds_what_is_gathered(
     ranks4: Ranks, options: dict[str, Any], window: int
 ) -> None:
-    plain, windowed = run(ranks4, None, **options), run(ranks4, window, **options)
+    plain, windowed = (ranks4.run(train, size, options) for size in (None, window))
     for place, (one, other) in enumerate(zip(plain, windowed, strict=True)):
         same_bits(one, other)
         assert all(stage in there and len(there) <= window for stage, there in other.gathered)
@@ -198,22 +183,11 @@ def there_by_schedule(seen: Seen, rank: int) -> list[tuple[int, frozenset[int]]]
 
 def test_a_gather_is_on_its_way_while_the_action_before_runs(ranks4: Ranks) -> None:
     """The action before the stage's first one finds it gathered by the schedule, but not yet in its place."""
-    options, window = case("interleaved-1f1b", 3, 2).values
-    seen = run(ranks4, window, (6, 2), **options)[0]
+    options, window = CASES[1]
+    seen = ranks4.run(train, window, options)[0]
     assert seen.timeline is not None
     row = list(seen.timeline.tracks[0].actions)
     ahead = row.index(Action(2, Op.UNSHARD))
     computing = [action for action in row[ahead:] if action.op.is_compute]
     assert [str(action) for action in computing[:2]] == ["0F2", "2F0"]
     assert seen.gathered[2:4] == [(0, frozenset({0})), (1, frozenset({1}))], "by the rank's own numbers: 0 and 2"
-
-
-@pytest.mark.long  # test_combined.py has such replicas
-def test_replicas_with_fewer_rows_gather_alike(ranks4: Ranks) -> None:
-    options, window = case("interleaved-1f1b", 3, 2).values
-    for one, other in zip(run(ranks4, None, (6, 2), **options), run(ranks4, window, (6, 2), **options), strict=True):
-        same_bits(one, other)
-        assert all(stage in there and len(there) <= window for stage, there in other.gathered)
-    assert other.timeline is not None
-    ran = {action.microbatch for track in other.timeline.tracks for action in track.actions if action.op.is_compute}
-    assert ran == {0, 1}, "two rows make two microbatches, where the other replica has three"

@@ -44,32 +44,37 @@ LIMIT_SECONDS = 90.0
 QUICK = {"beat_seconds": 0.1, "stall_seconds": 1.0, "warn_seconds": 0.6}
 
 
-def train_on_device(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
+Act = Callable[[], None]
+
+
+def join(rank: int, folder: Path, case: str) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    torch.manual_seed(0)
+
+
+def two_steps(**options: Any) -> None:
+    layers, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(RANKS))), torch.randn(4, 6)
+    pipe = penstock.pipeline(layers, (x,), loss=nn.functional.mse_loss, microbatches=2, **options)
+    for _ in range(2):
+        pipe.step(x, target=x)
+
+
+def train_on_device(rank: int, folder: Path, case: str, act: Act) -> None:
     """The victim's device hangs in the second forward of the second step."""
     stand_in.install()
     calls = iter(range(9))
     before_forwards(lambda: act() if next(calls) == 3 else None)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
-    torch.manual_seed(0)
-    layers, x = nn.Sequential(*(nn.Linear(6, 6) for _ in range(RANKS))), torch.randn(4, 6)
-    options = {"loss": nn.functional.mse_loss, "microbatches": 2, "schedule": "gpipe", "transport": sockets}
-    pipe = penstock.pipeline(layers, (x,), devices=stand_in.DEVICE, **options)
-    for _ in range(2):
-        pipe.step(x, target=x)
+    join(rank, folder, case)
+    two_steps(devices=stand_in.DEVICE, schedule="gpipe", transport=sockets)
 
 
-def train_sharded(rank: int, folder: Path, case: str, act: Callable[[], None]) -> None:
+def train_sharded(rank: int, folder: Path, case: str, act: Act) -> None:
     """Three shards of one stage. The victim does not come to the second all-gather."""
     calls = iter(range(99))
     before(ShardedStage, "unshard", lambda: act() if next(calls) == 1 else None)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+    join(rank, folder, case)
     mesh = init_device_mesh("cpu", (RANKS, 1), mesh_dim_names=("dp", "pp"))
-    torch.manual_seed(0)
-    layers, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), torch.randn(4, 6)
-    options = {"loss": nn.functional.mse_loss, "microbatches": 2, "mesh": mesh}
-    pipe = penstock.pipeline(layers, (x,), parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"]), **options)
-    for _ in range(2):
-        pipe.step(x, target=x)
+    two_steps(mesh=mesh, parallelize=lambda stage: fully_shard(stage, mesh=mesh["dp"]))
 
 
 def fall(how: str, mark: Path) -> None:
@@ -84,7 +89,7 @@ def fall(how: str, mark: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL if how == "kill" else signal.SIGSTOP)
 
 
-def before(holder: Any, name: str, act: Callable[[], None]) -> None:
+def before(holder: Any, name: str, act: Act) -> None:
     """Calls `act` before a function does its work."""
     plain = getattr(holder, name)
 
@@ -95,7 +100,7 @@ def before(holder: Any, name: str, act: Callable[[], None]) -> None:
     setattr(holder, name, first)
 
 
-def before_forwards(act: Callable[[], None]) -> None:
+def before_forwards(act: Act) -> None:
     """Calls `act` before each forward of a stage."""
     plain = BoundStage.forward
 
@@ -123,34 +128,34 @@ PLACES: dict[str, tuple[Any, str]] = {
 """What the victim calls in each phase; the others are called by `train` itself."""
 
 
-def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None]) -> None:
+def train(phase: str, rank: int, folder: Path, case: str, act: Act) -> None:
     torch.manual_seed(0)
-    here = {phase: act}.get
     nothing = partial(bool)
+
+    def here(name: str) -> None:
+        if name == phase:
+            act()
+
     if phase in PLACES:
         before(*PLACES[phase], act)
     if phase == "init":
         port = int((folder / f"{case}.port").read_text())
-        os.environ |= {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(RANKS),
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     else:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/{case}.store", rank=rank, world_size=RANKS)
+        join(rank, folder, case)
     if phase == "collective":
         meet = partial(dist.barrier, dist.new_group([1, 2]))  # of the user's own: Penstock does not know of it
         before_forwards(meet if rank else nothing)
-    here("init", nothing)()
-    here("join", nothing)()
+    here("init")
+    here("join")
     ids = torch.randint(0, 11, (4, 5))
 
     def parallelize(stage: nn.Module) -> None:
-        here("parallelize", nothing)()
+        here("parallelize")
 
     def materialize(name: str, module: nn.Module) -> None:
-        here("materialize", nothing)()
+        here("materialize")
         getattr(module, "reset_parameters", nothing)()
 
     model = Tied()
@@ -165,13 +170,14 @@ def train(rank: int, phase: str, folder: Path, case: str, act: Callable[[], None
         materialize=materialize if phase == "materialize" else None,
         parallelize=parallelize if phase == "parallelize" else None,
     )
-    here("stepping", here("collective", nothing))()
+    here("stepping")
+    here("collective")
     pipe.step(ids, target=ids)
     pipe.all_gather_object(rank)
     checkpoint.save(folder / f"{case}.saved", pipe)
     checkpoint.load(folder / f"{case}.saved", pipe)
     pipe.predict(ids)
-    here("closing", nothing)()
+    here("closing")
     pipe.close()
     print("the run went on to its end", flush=True)
 
@@ -181,12 +187,8 @@ def work(folder: Path, case: str, rank: int) -> None:
     phase, how, victim = case.split("-")
     build.Timeouts = joining.Timeouts = partial(Timeouts, **QUICK)  # type: ignore[assignment, misc]
     act = partial(fall, how, folder / f"{case}.fell") if rank == int(victim) else partial(bool)
-    if phase == "device":
-        train_on_device(rank, folder, case, act)
-    elif phase == "sharded":
-        train_sharded(rank, folder, case, act)
-    else:
-        train(rank, phase, folder, case, act)
+    run = {"device": train_on_device, "sharded": train_sharded}.get(phase, partial(train, phase))
+    run(rank, folder, case, act)
 
 
 def over(folder: Path, expected: dict[str, str], case: str, left: set[int]) -> bool:

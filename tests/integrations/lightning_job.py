@@ -1,7 +1,7 @@
 """What each rank does in PyTorch Lightning: lightning_job.py [fail].
 
 Trains until `EarlyStopping` ends it, and prints rank, steps and the last losses as JSON. With `fail`, rank 1 raises in
-its second step.
+its second step. `fit` is for what Lightning is given to be refused.
 """
 
 from __future__ import annotations
@@ -14,23 +14,26 @@ from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.callbacks import EarlyStopping
+from lightning.pytorch import callbacks
+from lightning.pytorch.utilities.exceptions import MisconfigurationException
 
 import penstock
 from penstock.integrations.lightning import PipelineStrategy
+
+__all__ = ["MisconfigurationException", "Module", "callbacks", "fit"]
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scaffolding import small
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, fails: bool) -> None:
+    def __init__(self, *, fails: bool = False, manual: bool = True, has_pipe: bool = True) -> None:
         super().__init__()
-        self.automatic_optimization = False
-        self.fails = fails
+        self.automatic_optimization = not manual
+        self.fails, self.has_pipe = fails, has_pipe
 
     def configure_model(self) -> None:
-        if not hasattr(self, "pipe"):
+        if self.has_pipe and not hasattr(self, "pipe"):
             x, _ = small.batch()
             self.pipe = penstock.pipeline(small.mlp(), (x,), microbatches=4, loss=torch.nn.functional.mse_loss)
 
@@ -56,6 +59,14 @@ class Module(lightning.LightningModule):
         self.log("rank", float(self.trainer.global_rank), sync_dist=True, reduce_fx="sum")
 
 
+def fit(folder: Path, module: Module, checkpoint: Path | None = None, **options: Any) -> None:
+    """Trains on one batch, with a Trainer of these options."""
+    trainer = lightning.Trainer(
+        strategy=PipelineStrategy(), accelerator="cpu", devices=1, default_root_dir=folder, logger=False, **options
+    )
+    trainer.fit(module, [small.batch()], ckpt_path=None if checkpoint is None else str(checkpoint))
+
+
 def main() -> None:
     torch.set_num_threads(1)
     trainer = lightning.Trainer(
@@ -63,7 +74,7 @@ def main() -> None:
         accelerator="cpu",
         devices=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         max_epochs=9,
-        callbacks=[EarlyStopping("validation", patience=2, min_delta=1e9)],
+        callbacks=[callbacks.EarlyStopping("validation", patience=2, min_delta=1e9)],
         enable_checkpointing=False,
         logger=False,
         enable_progress_bar=False,
@@ -74,7 +85,7 @@ def main() -> None:
     rows[1][0].neg_()
     batches = torch.utils.data.DataLoader(rows, batch_size=None, shuffle=True)
     torch.manual_seed(0)
-    trainer.fit(Module(sys.argv[1:] == ["fail"]), batches, batches)
+    trainer.fit(Module(fails=sys.argv[1:] == ["fail"]), batches, batches)
     shown = {name: float(value).hex() for name, value in sorted(trainer.callback_metrics.items())}
     sys.stdout.write(json.dumps([trainer.global_rank, trainer.global_step, shown]) + "\n")
 

@@ -15,8 +15,6 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
-    ViTConfig,
-    ViTForImageClassification,
     default_data_collator,
 )
 
@@ -137,21 +135,15 @@ def test_the_first_rank_is_the_one_that_prints(monkeypatch: pytest.MonkeyPatch) 
         Accelerator().clip_grad_norm_([], 1.0)
 
 
-def resume(folder: Path, data: list[dict[str, Any]], ranks: int, **more: Any) -> PipelineTrainer:
-    """Trains, or goes on from the last checkpoint in the folder."""
-    args = arguments(
-        folder, max_steps=6, save_strategy="steps", eval_strategy="steps", eval_steps=2, save_steps=2, **more
-    )
-    with split(language_model(), data, ranks=ranks) as pipe:
-        trainer = PipelineTrainer(pipe, args, train_dataset=data, eval_dataset=data[:20])
-        trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
-    return trainer
-
-
 @pytest.mark.long  # an option of Trainer's own
 def test_the_best_model_is_loaded_at_the_end(tmp_path: Path) -> None:
     best = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "greater_is_better": True}
-    trainer = resume(tmp_path, sentences(), 2, **best)
+    every = {"save_strategy": "steps", "eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+    data = sentences()
+    with split(language_model(), data, ranks=2) as pipe:
+        args = arguments(tmp_path, max_steps=6, **every, **best)
+        trainer = PipelineTrainer(pipe, args, train_dataset=data, eval_dataset=data[:20])
+        trainer.train()
     history = [line["eval_loss"] for line in trainer.state.log_history if "eval_loss" in line]
     assert history[0] == max(history), "here the worst is the best: the first"
     expected = LlamaForCausalLM.from_pretrained(tmp_path / "checkpoint-2").state_dict()
@@ -175,21 +167,3 @@ def test_losses_that_do_not_add_up_are_refused(tmp_path: Path, kind: str) -> Non
         ours = PipelineTrainer(pipe, arguments(tmp_path, remove_unused_columns=False), train_dataset=data)
         with pytest.raises(ArgumentError, match="for twice the num_items_in_batch, where half was expected"):
             ours.train()
-
-
-@pytest.mark.long  # like the first test, for another kind of model
-@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
-def test_pictures(tmp_path: Path, options: dict[str, Any]) -> None:
-    def model() -> ViTForImageClassification:
-        torch.manual_seed(0)
-        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
-        return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes))
-
-    torch.manual_seed(2)
-    data = [{"pixel_values": torch.randn(3, 8, 8), "labels": k % 3} for k in range(64)]
-    plain = Trainer(model(), arguments(tmp_path, **options), train_dataset=data)
-    plain.train()
-    with split(model(), data, ranks=2) as pipe:
-        ours = PipelineTrainer(pipe, arguments(tmp_path, **options), train_dataset=data)
-        ours.train()
-    assert losses(ours) == pytest.approx(losses(plain), rel=1e-2 if "bf16" in options else 1e-4)

@@ -117,9 +117,9 @@ class SkipsTwice(nn.Module):
         return y
 
 
-def skips() -> Case:
+def skips(rows: int = 4) -> Case:
     torch.manual_seed(0)
-    return Case(SkipsTwice(7), (torch.randn(4, 7),), {}, torch.randn(4, 7), squared_error)
+    return Case(SkipsTwice(7), (torch.randn(rows, 7),), {}, torch.randn(rows, 7), squared_error)
 
 
 class ConvNet(nn.Module):
@@ -144,9 +144,9 @@ class ConvNet(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-def convnet() -> Case:
+def convnet(rows: int = 4) -> Case:
     torch.manual_seed(0)
-    return Case(ConvNet(), (torch.randn(4, 3, 6, 6),), {}, torch.randn(4, 3), squared_error)
+    return Case(ConvNet(), (torch.randn(rows, 3, 6, 6),), {}, torch.randn(rows, 3), squared_error)
 
 
 class UNet(nn.Module):
@@ -251,9 +251,9 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.wte.weight)
 
 
-def gpt(dropout: float = 0.0) -> Case:
+def gpt(dropout: float = 0.0, rows: int = 2) -> Case:
     torch.manual_seed(0)
-    ids = torch.randint(0, 19, (2, 6))
+    ids = torch.randint(0, 19, (rows, 6))
     return Case(GPT(dropout=dropout), (ids[:, :-1].clone(),), {}, ids[:, 1:].clone(), token_error)
 
 
@@ -309,9 +309,9 @@ class InPlace(nn.Module):
         return y
 
 
-def in_place() -> Case:
+def in_place(rows: int = 4) -> Case:
     torch.manual_seed(0)
-    return Case(InPlace(), (torch.randn(4, 6),), {}, torch.randn(4, 6), squared_error)
+    return Case(InPlace(), (torch.randn(rows, 6),), {}, torch.randn(rows, 6), squared_error)
 
 
 # -- the transformers library -----------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 
 def lines_here(script: Path, *arguments: str | Path) -> list[str]:
@@ -29,3 +30,13 @@ def lines_here(script: Path, *arguments: str | Path) -> list[str]:
 def lines_of_rank(_rank: int, script: Path, *arguments: str | Path) -> list[str]:
     """The same as a job for the ranks of a pool."""
     return lines_here(script, *arguments)
+
+
+def lines_of_torchrun(rank: int, script: Path, *arguments: str | Path) -> list[str]:
+    """The same, where the rank is told, as torchrun does, which one of how many it is."""
+    ranks = dist.get_world_size()
+    told = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {**told, "TORCHELASTIC_RUN_ID": "pool"}.items():
+            patch.setenv(name, str(value))
+        return lines_here(script, *arguments)
