@@ -252,6 +252,11 @@ def _swapped(line: str) -> str:
         (lambda lines: [*lines[:64], "-1,0,0,1,2"], r"damaged: line 65, -1,0,0,1,2: expected .* rank 0,0,0"),
         (lambda lines: [*lines[:64], "99999999999,0,0,1,2"], r"damaged: line 65, 99999999999,0,0,1,2: expected"),
         (lambda lines: [*lines, "99999999999999999999,0,0,1,2"], r"holds no run"),
+        (lambda lines: [*lines, "8,0,0,1,x"], r"holds no run .*: could not convert string 'x'"),
+        (lambda lines: [*lines, "8,0,1,1,2", "8,0,1,3,4"], r"damaged: line 67, 8,0,1,3,4: expected .* once"),
+        (lambda lines: [*lines, "8,0,0,1,2", "8,9,0,1,2"], r"damaged: line 67, 8,9,0,1,2: expected .* rank 8,0,1 once"),
+        (lambda lines: [*lines, "9,0,0,1,2"], r"damaged: line 66, 9,0,0,1,2: expected .* rank 8,0,0 once"),
+        (lambda lines: [*lines, "8,0,3,2,1"], r"damaged: line 66, 8,0,3,2,1: .* an end after"),
     ],
 )  # fmt: skip
 def test_samples_that_no_run_writes_are_refused(tmp_path: Path, spoil: Any, says: str) -> None:
