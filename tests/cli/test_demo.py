@@ -14,10 +14,9 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
-from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
+from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS
 from penstock.demo.train import main
 from penstock.schedule import generate
-from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from penstock.trace.runs import read_run
@@ -115,13 +114,6 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
 
 
-@pytest.mark.parametrize("ranks", [1, LAYERS])
-def test_introduction_fits_the_terminal(ranks: int) -> None:
-    text = Settings(ranks, "gpipe", microbatches=ROWS).introduction()
-    assert max(map(len, text.splitlines())) <= 80
-    assert f"p = {ranks} " in text
-
-
 def test_model_is_as_it_was_announced() -> None:
     torch.manual_seed(0)
     model = GPT(layers=LAYERS, context=CONTEXT)
@@ -167,26 +159,3 @@ def test_bubble_of_a_run_that_went_as_simulated() -> None:
     assert bubble.textbook == pytest.approx(1 / 9)
     assert bubble.formula == "(p - 1)/(m + p - 1)"
     assert bubble.simulated > bubble.textbook
-
-
-def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
-    order = generate("gpipe", 2, 4)
-    quick = simulate(order, StageCost(1.0, 2.0, 0.0))
-    slow = Timeline.from_dict(quick.to_dict())
-    last = slow.tracks[1]
-    for index in range(4, 8):  # the second rank's backwards start late, as after a slow message
-        last.start[index] += 5
-        last.end[index] += 5
-    bubble = show.compare(order, [slow])
-    assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
-
-
-def test_model_does_not_look_ahead() -> None:
-    torch.manual_seed(0)
-    model = GPT(layers=2, context=16).eval()
-    tokens = torch.arange(16)[None]
-    changed = tokens.clone()
-    changed[0, 9] = 200
-    difference = (model(tokens) - model(changed)).detach().abs().amax(-1)[0]
-    assert bool((difference[:9] == 0).all())
-    assert bool((difference[9:] > 0).all())
