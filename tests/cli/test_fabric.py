@@ -347,14 +347,9 @@ def test_show_again(runs: Runs) -> None:
     assert shown == runs.printed == json.loads((runs.emulation / "results.json").read_text())
     assert sorted(path.name[-5:] for path in runs.emulation.glob("*.et")) == [".0.et", ".1.et"], "as --chakra asked"
     assert "2 hosts, torch.distributed's own all_reduce, 10 trials" in output("fabric", "show", str(runs.emulation))
-
-
-@pytest.mark.distributed
-def test_show_as_nccl_tests(runs: Runs) -> None:
     said = output("fabric", "show", str(runs.emulation), "--nccl")
     rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
-    sizes = [transfer.bytes for transfer in mlp().transfers]
-    assert [int(row[0]) for row in rows] == sizes
+    assert [int(row[0]) for row in rows] == [transfer.bytes for transfer in mlp().transfers]
     assert refusal("fabric", "show", str(runs.emulation), "--nccl", "--json").startswith("--nccl prints columns")
 
 

@@ -47,16 +47,5 @@ def test_table_has_every_word_and_fits(columns: int) -> None:
         assert all(formula(one) in rows[1] for one in (entry.memory, entry.idle, entry.bubble))
         assert f"{entry.chunks} {entry.placement} " in rows[0]
     if columns == 120:
+        assert " (p/2-1)(F+2I-W) if F=I" in words
         assert "1F1B with split backwards; weight gradients r microbatches late; needs exactly 1 stage" in words
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("(p/2 - 1)*(F + 2*I - W) if F == I else None", "(p/2-1)(F+2I-W) if F=I"),
-        ("(p + 2)//2", "(p+2)//2"),
-        (None, "-"),
-    ],
-)
-def test_formula(text: str | None, shown: str) -> None:
-    assert formula(text) == shown

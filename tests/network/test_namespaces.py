@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from makers import is_gone, maker, marked, wait_until
 
-from penstock._base.errors import ArgumentError, FabricError
+from penstock._base.errors import FabricError
 from penstock.network import namespaces, reaper
 from penstock.network.machines import Machines, clean
 from penstock.network.namespaces import why_not, within
@@ -186,12 +186,6 @@ def test_a_command_that_fails_is_named_and_nothing_is_left(monkeypatch: pytest.M
     with pytest.raises(FabricError, match=r"(?s)ip -n \S+-h0 -batch.*nothing"), made:
         pass
     assert reaper.list_namespaces(made.id) == []
-
-
-@pytest.mark.parametrize("hosts", [0, -1, 201])
-def test_how_many_hosts_there_may_be(hosts: int) -> None:
-    with pytest.raises(ArgumentError, match=f"{hosts} hosts"):
-        Machines(hosts)
 
 
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

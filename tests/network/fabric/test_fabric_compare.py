@@ -117,10 +117,6 @@ def test_a_transfer_that_is_slower_is_found_and_the_others_are_not() -> None:
     json.dumps(found, allow_nan=False)
 
 
-def test_runs_that_do_not_differ_are_said_to_in_five_of_a_hundred() -> None:
-    assert sum(compare(drawn(2 * seed, 60), drawn(2 * seed + 1, 60))["differs"] for seed in range(100)) <= 10
-
-
 def correlated(seed: int) -> Run:
     """A queue that fills and empties slowly."""
     return run_of(1e-3 * np.exp(0.05 * series(np.random.default_rng(seed), 600, 0.9))[:, None])
