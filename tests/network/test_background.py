@@ -24,7 +24,6 @@ from penstock.network.topology import Topology
         ("50mbit size 500 to 1", Neighbor(1, 500, bytes_per_second=6.25e6)),
         ("10gbit size 100", Neighbor(None, 12500, bytes_per_second=1.25e9)),  # no more than 100,000 frames a second
         ("incast 1mb every 100ms to 2", Neighbor(2, burst_bytes=1024**2, period_seconds=0.1)),
-        ("incast 1mb every 5", Neighbor(None, 64, burst_bytes=1024**2, period_seconds=5e-6)),
         ("incast 1mb every 10ms size 64", Neighbor(None, 1049, burst_bytes=1024**2, period_seconds=0.01)),
     ],
 )

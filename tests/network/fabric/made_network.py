@@ -23,17 +23,11 @@ LATE_SECONDS, LATE_SHARE = 3e-3, 0.1
 
 
 class Tcp:
-    """A connection that starts slowly: ten packets, twice as many each round trip, and the link's rate at the end.
+    """A connection that starts slowly: ten packets, twice as many each round trip, and the link's rate at the end."""
 
-    Args:
-        avoids: it has been through that and met a loss: it begins with seven tenths of what is under way at full rate,
-            and sends 2 % more each round trip.
-    """
-
-    def __init__(self, bytes_per_second: float, delay_seconds: float, *, avoids: bool = False) -> None:
-        self.growth = 0.02 if avoids else 1.0
+    def __init__(self, bytes_per_second: float, delay_seconds: float) -> None:
         self.rate, self.trip, self.delay = bytes_per_second, 2 * delay_seconds, delay_seconds
-        self.now, self.window = 0.0, 0.7 * self.rate * self.trip if avoids else 15_000.0
+        self.now, self.window = 0.0, 15_000.0
 
     def send(self, size: float) -> float:
         """When the last byte has left."""
@@ -43,7 +37,7 @@ class Tcp:
             left -= part
             if self.window < self.rate * self.trip:
                 self.now += max(self.trip * part / self.window, part / self.rate)
-                self.window *= 1 + self.growth * part / self.window
+                self.window += part
             else:
                 self.now += part / self.rate
         return self.now
@@ -52,9 +46,9 @@ class Tcp:
 class TwoHosts:
     """Stands for `torch.distributed`, for `time` and for a wire, on the threads of two hosts."""
 
-    def __init__(self, bytes_per_second: float, delay_seconds: float, *, avoids: bool = False) -> None:
+    def __init__(self, bytes_per_second: float, delay_seconds: float) -> None:
         self._here = threading.local()
-        self._ways = {way: Tcp(bytes_per_second, delay_seconds, avoids=avoids) for way in ((0, 1), (1, 0))}
+        self._ways = {way: Tcp(bytes_per_second, delay_seconds) for way in ((0, 1), (1, 0))}
         self._under_way: dict[tuple[int, int], queue.Queue[tuple[float, Any]]] = {
             way: queue.Queue() for way in self._ways
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import replace
 
@@ -24,15 +23,10 @@ from scaffolding.ranks import Ranks
 SPEC = Spec(Workload.from_sizes([4]), 2)
 
 
-@pytest.mark.parametrize(
-    ("mbit", "delay", "avoids"),
-    [*itertools.product((10, 100, 1000), (0.0, 0.001, 0.01, 0.05), (False,)), (10, 0.05, True)],
-)
-def test_both_ends_measure_what_the_link_is(
-    mbit: float, delay: float, avoids: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(("mbit", "delay"), [(10, 0.05), (100, 0.0), (100, 0.01), (1000, 0.001), (1000, 0.05)])
+def test_both_ends_measure_what_the_link_is(mbit: float, delay: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Within the 5 % that is promised, or 0.2 ms; over a link whose times are made, so that no machine adds to them."""
-    hosts = TwoHosts(mbit * 125e3, delay, avoids=avoids)
+    hosts = TwoHosts(mbit * 125e3, delay)
     monkeypatch.setattr(probe, "dist", hosts)
     monkeypatch.setattr(probe, "time", hosts)
     first, other = hosts.run(lambda: probe.measure((0, 1), hosts))
