@@ -26,11 +26,6 @@ from scaffolding.ranks import Ranks
 DEMO = [*PENSTOCK, "demo", "--ranks", "2"]
 
 
-@pytest.fixture(scope="module")
-def corpus() -> data.Corpus:
-    return data.standard_library()
-
-
 def rank_of_demo(rank: int, arguments: list[str]) -> str:
     """What a rank of the demo prints, but for its start. A batch has a quarter of its rows, which takes less long."""
     said = io.StringIO()
@@ -121,17 +116,6 @@ def test_model_is_as_it_was_announced() -> None:
     assert model.head.weight is model.embedding.weight
     tokens, targets = torch.randint(0, 256, (2, 4, CONTEXT))
     assert 5.0 < float(loss(model.eval()(tokens), targets).detach()) < 7.0  # it knows nothing yet; guessing is 5.55
-
-
-def test_batches_are_the_same_everywhere_and_differ_from_step_to_step(corpus: data.Corpus) -> None:
-    inputs, targets = corpus.batch(3, 4, 50)
-    assert inputs.shape == targets.shape == (4, 50)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(inputs, data.standard_library().batch(3, 4, 50)[0])
-    assert not torch.equal(inputs, corpus.batch(4, 4, 50)[0])
-    state = torch.random.get_rng_state()
-    corpus.batch(5, 4, 50)
-    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -58,10 +58,6 @@ class Around(nn.Module):
 def branches_inside():
     return Around(), *of(models.mlp())[1:]
 
-def low():
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    return model.bfloat16(), (torch.ones(2, 4).bfloat16(),), None, lambda output: output.sum()
-
 def broken():
     return nn.Linear(3, 3), *of(models.mlp())[1:]
 """
@@ -132,13 +128,6 @@ def make():
 
 def given(script: Path) -> Any:
     return runpy.run_path(str(script))["make"]()
-
-
-def test_inspect_takes_it_by_name(targets: str) -> None:
-    low, high = (as_json("inspect", f"{targets}:low", *more) for more in ((), ("--grad-dtype", "float32")))
-    for one, other in zip(low["stages"], high["stages"], strict=True):
-        assert other["gradient_bytes"] == 2 * one["gradient_bytes"]
-        assert one["gradient_bytes"] == one["parameter_bytes"] == other["parameter_bytes"]
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
