@@ -20,10 +20,7 @@ from penstock.schedule import generate
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from penstock.trace.runs import read_run
-from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
-
-DEMO = [*PENSTOCK, "demo", "--ranks", "2"]
 
 
 def rank_of_demo(rank: int, arguments: list[str]) -> str:
@@ -50,7 +47,13 @@ def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
 
 
-def assert_shown(said: str, out: Path) -> None:
+@pytest.mark.distributed
+@pytest.mark.usefixtures("in_pool")
+def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--steps", "3", "--microbatches", "4", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    said = done.stdout
     lines = said.splitlines()
     assert any("of 52 gradients are bitwise identical" in line for line in lines)
     assert all(len(line) <= 80 for line in lines if str(out) not in line)
@@ -66,26 +69,6 @@ def assert_shown(said: str, out: Path) -> None:
     events = json.loads((out / show.TIMELINE).read_text())["traceEvents"]
     ran = {(event["pid"], event["args"].get("action")) for event in events if event["ph"] == "X"}
     assert {(rank, f"{rank}{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
-
-
-@pytest.mark.distributed
-@pytest.mark.usefixtures("in_pool")
-def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done = CliRunner().invoke(app, [*DEMO[3:], "--steps", "3", "--microbatches", "4", "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert_shown(done.stdout, out)
-
-
-@pytest.mark.long  # test_run.py launches ranks as the demo does
-@pytest.mark.distributed
-@pytest.mark.timeout(TEST_SECONDS)
-def test_demo_launches_its_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
-    done = finished(*command, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert_shown(done.stdout, out)
 
 
 @pytest.mark.long  # its step and its screen are those of two ranks, above

@@ -269,16 +269,10 @@ def test_timelines_of_several_steps(tmp_path: Path) -> None:
         assert (found["step"], found["notes"]) == (2, [])
         times = [measured(seconds).makespan_seconds for seconds in (0.01, 0.03, 0.02)]
         assert list(found["steps"].values()) == pytest.approx(times)
-
-
-def test_a_line_for_each_step(tmp_path: Path) -> None:
-    """In all of them the same stage is heavy, as the measured one is."""
-    steps = [measured(seconds).to_dict() for seconds in (0.01, 0.03, 0.02)]
-    said = output("explain", str(write(tmp_path / "steps.json", steps)), "--step", "all", columns=120)
+    said = output("explain", whole, "--step", "all", columns=120)
     assert [line.split()[0] for line in said.splitlines() if "s  " in line and line[0].isdigit()] == ["0", "1", "2"]
-    assert "3 steps take" in said
     assert "1 of 3 steps over 1.1 times the median, step 1 most (1.50x)" in said
-    assert "expected the number of a step, or all" in refusal("explain", str(tmp_path / "steps.json"), "--step", "x")
+    assert "expected the number of a step, or all" in refusal("explain", whole, "--step", "x")
 
 
 def test_marks_of_the_profiler_tell_steps(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -17,15 +15,15 @@ from command_line import as_json, output, penstock, refusal
 
 from network.fabric.drawn_runs import run_of
 from network.fabric.made_runs import write_run
-from penstock._base.errors import ArgumentError, FabricError
+from penstock._base.errors import FabricError
 from penstock.cli._traffic import TrafficOptions
-from penstock.cli.fabric import _check, _progress
+from penstock.cli.fabric import _progress
 from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Workload, mlp
+from penstock.network.fabric.workload import mlp
 from penstock.network.namespaces import why_not
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
@@ -187,17 +185,6 @@ def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
     assert not (folder / "somewhere").exists()
     found = as_json("fabric", *SIZES, "--dry-run", "--out", "somewhere")
     assert (found["folder"], found["files"]) == ("somewhere", [])
-
-
-@pytest.mark.usefixtures("nothing_is_made")
-@pytest.mark.parametrize(("hosts", "enough"), [(2, True), (3, False)])
-def test_memory_is_what_all_hosts_of_a_machine_take_together(
-    hosts: int, enough: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
-    spec = Spec(Workload.from_sizes([200 << 20]), 4)
-    with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
-        _check(spec, hosts)
 
 
 @pytest.mark.usefixtures("nothing_is_made")

@@ -360,7 +360,6 @@ def test_what_stays_the_same_is_not_drawn_anew(monkeypatch: pytest.MonkeyPatch) 
     pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(3)]
     ours = iter(pairs)
     monkeypatch.setattr(serve, "open_tap", lambda interface, name: next(ours)[0].fileno())
-    monkeypatch.setattr(serve, "open_counters", lambda name: -1)
     topology = Topology(parse_link("100mbit delay 1ms"), seed=7)
     served = serve.SwitchServer(Setup(("a", "b", "c"), "eth0", State(topology, background=("1mbit",))))
     decided, background = served._decisions, served._background

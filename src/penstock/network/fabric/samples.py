@@ -269,7 +269,6 @@ _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
 MeasuredLink = TypedDict("MeasuredLink", {
     "from": _Count, "to": _Count, "latency_seconds": _Seconds, "bytes_per_second": _Rate | None,
-    "missing_seconds": NotRequired[_Seconds],
 })
 Network = TypedDict("Network", {
     "hosts": _HostCount, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
@@ -374,7 +373,6 @@ class RunRecord(Settings):
     complete: bool = False
     missing: str = ""
     version: int = 1
-    switch_qdiscs: str = ""
 
     @cached_property
     def topology(self) -> Topology | None:
