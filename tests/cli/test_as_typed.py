@@ -34,10 +34,7 @@ OPTIONS = {"--ranks", "--schedule", "--split-inside", "--microbatches", "--join-
 )
 def test_arguments_are_written_as_options(text: str, expected: str) -> None:
     assert in_options(text, OPTIONS) == expected
-
-
-def test_stages_stay_an_option_where_there_is_one() -> None:
-    assert in_options("stages=0: expected 1", {"--stages"}) == "--stages 0: expected 1"
+    assert in_options("stages=0: expected 1", {"--stages"}) == "--stages 0: expected 1", "where there is one"
 
 
 REFUSED = dict(

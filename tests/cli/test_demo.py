@@ -20,6 +20,7 @@ from penstock.schedule import generate
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from penstock.trace.runs import read_run
+from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
 
 
@@ -69,6 +70,15 @@ def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None
     events = json.loads((out / show.TIMELINE).read_text())["traceEvents"]
     ran = {(event["pid"], event["args"].get("action")) for event in events if event["ph"] == "X"}
     assert {(rank, f"{rank}{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
+
+
+@pytest.mark.long  # the ranks of a pool are quicker
+@pytest.mark.distributed
+@pytest.mark.timeout(TEST_SECONDS)
+def test_demo_launches_its_ranks(tmp_path: Path) -> None:
+    done = finished(*PENSTOCK, "demo", "--ranks", "2", "--steps", "3", "--microbatches", "4", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert len(read_run(tmp_path / "runs" / "demo").steps()) == 3
 
 
 @pytest.mark.long  # its step and its screen are those of two ranks, above

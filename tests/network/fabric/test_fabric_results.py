@@ -191,20 +191,6 @@ def test_the_step_has_the_figures_of_a_transfer() -> None:
 # -- the step ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=6), st.integers(0, 20))
-def test_overlap_is_the_recurrence(rows: list[tuple[int, int]], last: int) -> None:
-    transfers = tuple(Transfer(f"t{i}", 4, compute_seconds=compute) for i, (compute, _) in enumerate(rows))
-    workload = Workload("x", transfers, compute_seconds=last)
-    took = [np.array([float(seconds)]) for _, seconds in rows]
-    (without,) = computed_step(workload, took, 3, overlap=False)
-    assert without == sum(map(sum, rows)) + last
-    end = ready = 0
-    for compute, seconds in rows:
-        ready += compute
-        end = max(ready, end) + seconds
-    assert computed_step(workload, took, 3, overlap=True) == [end + last]
-
-
 def test_ranks_apart_do_not_wait_for_each_other() -> None:
     transfers = tuple(
         Transfer(f"t{a}{b}", 4, "send", ranks=(a, b), compute_seconds=1) for a, b in ((0, 1), (2, 3), (1, 2))
