@@ -160,7 +160,7 @@ def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
 
 
 def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
-    more = [*MEASURED, {"from": 2, "to": 3, "latency": 5}]
+    more = [*MEASURED, {"from": 2, "to": 0, "latency": 5}]
     few, all_pairs = write({"links": more, "all": EVERY}), write({"all": EVERY}, "all.json")
     assert output(*PAIR, *SIZED, "--links", few), "with more hosts than ranks"
     slow = as_json(*FOUR, *SIZED, "--links", all_pairs)["makespan"]

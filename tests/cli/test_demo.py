@@ -3,7 +3,6 @@
 import io
 import json
 import signal
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -45,7 +44,7 @@ def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         print(*ranks2.run(rank_of_demo, arguments[2:]), sep="")
         return 0
 
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
+    monkeypatch.setattr("penstock.cli.demo.launch", launch)
 
 
 @pytest.mark.distributed
@@ -96,7 +95,7 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     def launch(*_: object) -> int:
         raise KeyboardInterrupt(signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
+    monkeypatch.setattr("penstock.cli.demo.launch", launch)
     done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
     assert done.exit_code == 128 + signal.SIGINT
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]

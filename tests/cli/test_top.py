@@ -168,12 +168,12 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
 
 def test_a_loss_that_is_no_number_is_listed_last_and_null_in_json(two: Path) -> None:
     for name in ("diverged", "other"):
-        ended_run(two / name, "1f1b", 0.5, [1.0] * 9 + [float("nan")], ended=name == "other")
+        ended_run(two / name, "1f1b", 0.5, [1.0] * 8 + [float("nan")], ended=name == "other")
     found = as_json("runs", str(two), "--sort", "loss")["runs"]
     assert [run["name"] for run in found][:2] == ["second", "first"]
     assert {run["name"]: run["state"] for run in found}["diverged"] == "silent", "and no training"
     compared = as_json("compare", str(two / "diverged"), str(two / "other"))
-    assert compared["steps"] == [2, 4, 6, 8, 10], "some of many, and the last"
+    assert compared["steps"] == [1, 3, 5, 7, 9], "some of many, and the last"
     assert compared["losses"] == [[1.0] * 4 + [None]] * 2
 
 

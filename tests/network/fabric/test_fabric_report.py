@@ -59,6 +59,9 @@ def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
     assert "p99 needs 368, p99.9 needs 3,688" in " ".join(text.split())
     assert "n/a:" not in shown(made_run(4500, steps=False))
+    long = (Transfer("transformer.h.11.mlp.down_projection.weight", 40_000_000), Transfer("head", 4000, "all_gather"))
+    lines = [line for line in shown(made_run(400, workload=Workload("gpt", long)), 70).splitlines() if "weight" in line]
+    assert [len(line) <= 70 and "tion.weight" in line for line in lines] == [True, True], "however long the names"
 
 
 def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
@@ -144,6 +147,10 @@ def test_two_runs_are_shown_with_what_differs(width: int):
     assert all(len(line) <= width for line in text.splitlines())
     assert ("p99 A" in text) == (width > 80)
     assert "No difference shown" in compared(a, a, width)
+    new = made_run(5, workload=Workload("b", (*made_workload().transfers, Transfer("new", 4000))))
+    few = compared(made_run(5), new, width)
+    assert "only in B: new" in few
+    assert "too few samples" in few
 
 
 # -- nccl-tests -------------------------------------------------------------------------------------------------------
