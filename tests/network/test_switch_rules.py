@@ -214,6 +214,7 @@ class Wires:
             one.setblocking(False)
         self.t = create_tables(topology, [end.fileno() for end in self._ends], time.monotonic_ns())
         self.decided = DecisionBuffer(self.t, topology)
+        loop.run(self.t, 0)  # compiles it, which may take longer than any frame
 
     def __enter__(self) -> Wires:
         return self
