@@ -135,9 +135,18 @@ RULES: dict[str, tuple[str, dict[int, str], list[tuple[float, int, int, int]], l
         [(5, 0, 1, 1000), (6.996, 0, 1, 1000), (7.1, 2, 1, 1000), (7.2, 0, 2, 1000)],
         [(0, 5.008), (1, 9.0), (3, 9.0), (2, 9.008)],
     ),
+    "what comes behind what a stall has held follows at the rate": (
+        "up 100mbit delay 1ms stall 2ms every 7ms down 1gbit", {}, [(6.5, 0, 1, 1000), (6.6, 0, 1, 1000)],
+        [(0, 9.008), (1, 9.088)],
+    ),
+    "bytes that a stall holds wait no longer in the queue": (
+        "up 1gbit down 1gbit stall 2ms every 7ms limit 3kb", {}, [(7.1 + k / 10, 0, 1, 1000) for k in range(3)],
+        [(0, 9.0), (1, 9.008), (2, 9.016)],
+    ),
     "a queue holds its limit": (
-        f"up 1000gbit down 1gbit limit {3 * 1514}", {}, [*[(0, 0, 1, 1514)] * 5, (2 * 1514 * 8e-6, 0, 1, 1514)],
-        [(k, 1514 * 8e-6 * place) for place, k in enumerate((0, 1, 2, 5), 1)],
+        f"up 1000gbit down 1gbit limit {3 * 1514}", {},
+        [*[(0, host, 1, 1514) for host in (0, 2, 3, 0)], (2 * 1514 * 8e-6, 2, 1, 1514)],
+        [(k, 1514 * 8e-6 * place) for place, k in enumerate((0, 1, 2, 4), 1)],
     ),
 }  # fmt: skip
 """A link, hosts' own, frames (ms, from, to, bytes), and which come when (ms). A byte takes 8 ns at 1gbit."""
@@ -177,14 +186,17 @@ def test_neighbors_are_in_the_queue_and_nobody_gets_what_is_sent_to_a_host_that_
 
 def test_each_frame_has_the_fate_that_was_drawn_for_it() -> None:
     link = "up 1gbit delay 5ms jitter 2ms distribution pareto loss 10% duplicate 10% corrupt 20% reorder 20% down 1gbit"
-    network, expected = Compiled(_topology(link)), []
+    network, last, free, leaving, expected = Compiled(_topology(link)), 0, 0, [], []
     drawn = FrameFates(parse_link(link).impairment, 1, 0).next(500)
     for number, (fate, delay, bit) in enumerate(zip(drawn.fate, drawn.delay_ns, drawn.bit, strict=True)):
-        leaves = 100 * MS * number + (0 if fate & REORDER else int(delay))
+        leaves = MS * number if fate & REORDER else max(MS * number + int(delay), last)
         wrong = (14 * 8 + int(bit) % (8 * 86),) if fate & CORRUPT else ()
-        copies = 0 if fate & LOST else 2 if fate & DUPLICATE else 1
-        expected += [Taken(leaves + 800 * copy, number, 1, wrong) for copy in range(1, copies + 1)]
-    assert network.play([Given(100 * MS * number, 0, 1, 100) for number in range(500)]) == expected
+        leaving += [(leaves, number, wrong)] * (0 if fate & LOST else 2 if fate & DUPLICATE else 1)
+        last = last if fate & (LOST | REORDER) else leaves
+    for leaves, number, wrong in sorted(leaving, key=lambda one: one[0]):
+        free = max(free, leaves) + 800
+        expected.append(Taken(free, number, 1, wrong))
+    assert network.play([Given(MS * number, 0, 1, 100) for number in range(500)]) == expected
     told = counters(network.t)["links"][0]["up"]
     for name, kind in (("lost", LOST), ("corrupted", CORRUPT), ("duplicated", DUPLICATE), ("reordered", REORDER)):
         assert told[name] == sum(bool(fate & kind) for fate in drawn.fate if kind == LOST or not fate & LOST)
