@@ -34,10 +34,7 @@ OPTIONS = {"--ranks", "--schedule", "--split-inside", "--microbatches", "--join-
 )
 def test_arguments_are_written_as_options(text: str, expected: str) -> None:
     assert in_options(text, OPTIONS) == expected
-
-
-def test_stages_stay_an_option_where_there_is_one() -> None:
-    assert in_options("stages=0: expected 1", {"--stages"}) == "--stages 0: expected 1"
+    assert in_options("stages=0: expected 1", {"--stages"}) == "--stages 0: expected 1", "where there is one"
 
 
 REFUSED = dict(
@@ -47,7 +44,6 @@ simulate --schedule gpipe --ranks 4 --forward 5ms | --forward 5ms: expected a nu
 fabric --hosts four | --hosts four: expected an integer, such as 4
 run --ranks two x.py | --ranks two: expected an integer, such as 4
 verify a:b --balance weight | --balance weight: expected one of time, flops, memory, parameters, layers, type:
-search --ranks 2 --time-limit 0 | --time-limit 0: expected a time above 0
 simulate --schedule 1f2b --ranks 4 | --schedule 1f2b is not a known schedule; did you mean '1f1b'? expected
 simulate --schedule 1f1b --ranks 4 --stages-per-rank 3 | --stages-per-rank 3: 1f1b works with exactly 1 stage per
 simulat | penstock has no command 'simulat': did you mean 'simulate'? it has run, demo,
@@ -63,16 +59,12 @@ devices a b | penstock devices: Got unexpected extra argument(s) (b); see pensto
 plan no:file --devices 4xold,99999999999xnew --global-batch-size 8 | --devices 99999999999: expected at most 20,000;
 plan no:file --devices 2 --global-batch-size 99999999999 | --global-batch-size 99999999999: expected at most 100,000
 verify no:file --microbatches 99999999999 | --microbatches 99999999999: expected at most 10,000; pass a smaller number
-search --ranks 99999999999 --microbatches 4 | --ranks 99999999999: expected at most 10,000; pass a smaller number
-inspect no:file --stages 99999999999 | --stages 99999999999: expected at most 10,000; pass a smaller number
 plan --transformer gpt2,layers=9999 --device h100 -n 8 --global-batch-size 8 | layers=9999: expected an integer from 1
 verify no:file --ranks 10000 --microbatches 10000 | that makes 200,000,000 actions; at most 20,000,000 can be timed
 simulate --schedule gpipe --ranks 10000 --microbatches 10000 | --ranks 10000 --microbatches 10000: that makes
 simulate --schedule all --ranks 10000 --microbatches 10000 | at most 20,000,000 can be timed; pass fewer ranks
 search --ranks 10000 --microbatches 10000 | that makes 300,000,000 actions; at most 1,000,000 can be searched
 simulate --schedule gpipe --ranks 20000 --microbatches 1 | 20,000 stages; the limit is 10,000; use fewer
-search --ranks 20000 --microbatches 1 | --ranks 20000: expected at most 10,000
-simulate --schedule gpipe --ranks 6000 --microbatches 1 --stages-per-rank 2 | 12,000 stages; the limit is 10,000; use
 # each command's own
 profile no:file --threads 0 | --threads 0: expected an integer >= 1
 plan no:file --devices 2 --global-batch-size 8 --search-time nan | --search-time nan: expected seconds, 0 or more
@@ -80,7 +72,6 @@ plan no:file --devices 4 --global-batch-size 8 --link '1gbit loss 1%' | expected
 plan no:file --devices 4 --global-batch-size 8 --inter-host-link 1gbit | '1gbit' requires --devices-per-host
 plan no:file --devices 4 --global-batch-size 8 --schedule 1f2b | did you mean '1f1b'
 plan no:file --devices 4 --global-batch-size 8 --memory many | 'many' is not a size
-plan no:file --devices 4 --global-batch-size 8 --devices-per-host 0 | --devices-per-host 0: expected an integer >= 1
 plan --transformer gpt2 --device h100 --global-batch-size 64 -n 61 --tensor-parallel 4 | 61 is not a multiple of
 plan --transformer gpt2 --device h100 --global-batch-size 64 -n 64 --link 100gbit | as --device sets the links
 plan --transformer gpt2 --device h1000 --global-batch-size 64 -n 64 | did you mean
@@ -91,7 +82,6 @@ profile no:file --out no/such/folder.json | --out no/such/folder.json cannot be 
 studio --port 70000 | expected a number from 0 to 65535
 studio --host 203.0.113.7 --port 0 | pass an address of this machine
 verify no:file --schedule 1f1 | did you mean '1f1b'
-verify no:file --ranks 0 | --ranks 0: expected an integer >= 1
 verify no:file --replicas 2 --transport local | replicas need one process per rank; omit --transport local
 verify no:file --schedule all --replicas 2 | --schedule all: one process drives all ranks; omit --transport and
 verify no:file --schedule gpipe,chimera --ranks 3 | chimera works with an even number of ranks
@@ -99,11 +89,8 @@ verify no:file --transport shm | --transport shm: expected local, auto, distribu
 verify no:file --transport show.py:nothing | --transport 'show.py:nothing': show.py has no function 'nothing'
 demo --ranks 0 | --ranks 0: the demo's model has 4 blocks, at least one for each rank; pass 1 to 4
 demo --microbatches 33 | a batch of the demo has 32 rows
-demo --steps 0 | --steps 0: expected an integer >= 1
-demo --schedule gpip | did you mean 'gpipe'
 demo --out show.py | this is a file; pass a folder
 # simulate, draw, search
-simulate --schedule zbv | --schedule zbv is not a known schedule; did you mean 'zb-v'?
 simulate --schedule zb-v --ranks 8 --stages-per-rank 3 | zb-v works with exactly 2 stages per rank
 simulate --schedule all --microbatches 8 | --schedule all needs --ranks
 simulate --ranks 8 | pass --schedule with a name (`penstock schedules` lists them), or --csv
@@ -115,31 +102,25 @@ simulate --schedule 1f1b --ranks 8 --output-bytes 1 --bandwidth 1e-300 | expecte
 simulate --schedule 1f1b --ranks 8 --bandwidth 2 | --bandwidth has no effect without --output-bytes
 simulate --schedule all --ranks 8 --perfetto x.json | --perfetto: a trace shows one schedule
 simulate --schedule 1f1b --ranks 8 --perfetto no/such/folder | no/such/folder cannot be written: No such
-simulate --schedule 1f1b --ranks 2 --unshard-window 0 | --unshard-window 0: expected an integer >= 1
 simulate --schedule 1f1b --ranks 2 --memory-unsharded 1 | schedule '1f1b' has no UNSHARD, so it is unknown when
 simulate --schedule 1f1b --ranks 1,x | --ranks 1,x: expected comma-separated integers, as in 1,2,4
-simulate --schedule 1f1b --ranks 1,0 | --ranks 0: expected an integer >= 1
 simulate --schedule 1f1b --microbatches 1,2 | --schedule 1f1b needs --ranks
 simulate --schedule 1f1b --ranks 1,2 --perfetto x | --perfetto: a trace shows one schedule; pass one number
-simulate --schedule 1f1b --ranks 1,20000 | --ranks 20000 with 1 stage per rank makes 20,000 stages
 draw --schedule 1f1b --ranks 1,2 | --ranks 1,2: this command takes one number; `penstock simulate` takes several
 draw --schedule all --ranks 4 --text | --schedule all: this command takes one schedule
 draw --schedule 1f1b --ranks 4 --width 10 | --width 10: pass at least 16
 draw --schedule 1f1b --ranks 4 --text --forward 3 | --text: the text has no times and no width
 draw --schedule 1f1b --ranks 4 --svg x --json | --svg: a file shows the figure; omit
 draw --schedule 1f1b --ranks 4 --svg no/such/file | --svg no/such/file cannot be written: No such file or directory
-draw --schedule 1f1b --ranks 4 --svg x --width 50 | --width 50: pass at least 1
 draw --schedule 1f1b --ranks 4 --background dark | --background has no effect without --svg or --png
 search --ranks 4 --activation-limit 0.5 | --activation-limit 0.5: a single microbatch needs 1
 search --ranks 4 --placement v --stages-per-rank 1 | --stages-per-rank 1: a V has exactly 2 stages per rank
-search --ranks 4 --microbatches 0 | --microbatches 0: expected an integer >= 1
 search --ranks 4 --memory-unsharded 1 | --memory-unsharded: the search places no gathers of sharded stages
 search --ranks 4 --out no/such/folder.csv | --out no/such/folder.csv cannot be written: No such file
 # run
 run show.py | the number of ranks is missing; pass --ranks 4, for example, or --plan
 run --plan nowhere.json show.py | plan 'nowhere.json' cannot be read
 run --ranks 0 show.py | --ranks 0: expected an integer >= 1
-run --ranks 2 --threads 0 show.py | --threads 0: expected an integer >= 1
 run --nnodes 2 --ranks 4 show.py | run has no option --nnodes; run `torchrun --nnodes ...` on each machine
 run --ranks 2 shwo.py | no script 'shwo.py' in
 run --ranks 2 /dev/zero | '/dev/zero' is no regular file

@@ -52,13 +52,6 @@ def test_limit_counts_activations_of_a_microbatch_whatever_their_unit(tmp_path: 
     assert all(one["activations"] <= 2 * (1 + rank) for rank, one in enumerate(made["memory"]))
 
 
-def test_table_has_the_bound_and_fits() -> None:
-    text = output("search", *NUMBERS, *COSTS, "--activation-limit", "4")
-    assert max(map(len, text.splitlines())) <= 80
-    (line,) = [line for line in text.splitlines() if line.startswith("lower bound")]
-    assert "for the span; gap " in line
-
-
 def test_it_says_where_it_looked_and_what_is_shorter_elsewhere() -> None:
     """In a loop, nothing in so little memory comes near v-min, for which each rank's work is cut in two."""
     options = ("search", "--ranks", "4", "--microbatches", "8", "--time-limit", "0.2", "--activation-limit", "2")

@@ -40,6 +40,7 @@ def stage_with(forward: str) -> str:
         ([3], ": stages[0]=3: expected an object"),
         ({"stages": [STAGE], "links": {"latency": 1, "bandwith": 2}}, ", links: bandwith is unknown to this version"),
         ({"stages": [STAGE, STAGE], "links": {"bandwidth": 2}}, ": the time of a message depends on its size; pass"),
+        ({"stages": [STAGE, STAGE], "links": {"latency": -1}}, ", links: latency="),
         ([STAGE, STAGE, STAGE], " has 3 stages, but 1f1b needs 2: list that many"),
     ],
 )
@@ -52,10 +53,8 @@ def test_what_cannot_be_read(write: Write, content: Any, says: str) -> None:
 @pytest.mark.parametrize(
     ("number", "says"),
     [
-        ("1" + "0" * 400, "stage 0: forward=1000"),
         ("1" + "0" * 100, "expected a number below 1e+100; pass it in a larger unit"),
         ("-1", "forward=-1.0: expected a cost of 0 or more"),
-        ("1" + "0" * 5000, " is not JSON: number out of range at line 1 column "),
         ("1e400", "forward=inf: expected a finite number"),
         ("NaN", "numbers must be finite, without NaN or Infinity"),
         ("null", "forward=None: expected a valid number"),
@@ -65,19 +64,6 @@ def test_numbers_that_are_no_costs(write: Write, number: str, says: str) -> None
     line = refusal(*SIMULATE, "--costs", write(stage_with(number)))
     assert says in line
     assert len(line) < 400
-
-
-@pytest.mark.parametrize("depth", [880, 940, 994])
-def test_nesting_that_can_be_read_can_be_shown(write: Write, depth: int) -> None:
-    """What JSON just reads may be too deep for a repr."""
-    line = refusal(*SIMULATE, "--costs", write(stage_with("[" * depth + "]" * depth)))
-    assert "forward=[[[" in line or "nested too deeply" in line
-
-
-def test_bandwidth_and_latency_are_checked_too(write: Write) -> None:
-    for key, value in (("latency", -1), ("bandwidth", 10**400)):
-        line = refusal(*SIMULATE, "--costs", write({"stages": [STAGE] * 2, "links": {key: value}}))
-        assert f"links: {key}=" in line
 
 
 # -- links ------------------------------------------------------------------------------------------------------------
@@ -112,22 +98,11 @@ def test_links_of_all_pairs_are_taken(write: Write) -> None:
     assert made["makespan"] > as_json(*SIMULATE, "--costs", write([STAGE] * 2))["makespan"]
 
 
-def test_search_and_show_refuse_the_rank_as_well(write: Write) -> None:
+def test_the_search_names_its_placement(write: Write) -> None:
     path = write({"stages": [STAGE] * 2, "links": [*BETWEEN, {"from": 5, "to": 9}]})
     assert "the last rank of this placement of 2 ranks is 1" in refusal("search", *TWO, "--costs", path)
-    assert "the last rank of 1f1b is 1" in refusal("draw", "--schedule", "1f1b", *TWO, "--costs", path)
-
-
-# -- how many stages --------------------------------------------------------------------------------------------------
-
-
-def test_too_few_stages(write: Write) -> None:
-    path, four = write([STAGE] * 4), ("--ranks", "4", "--microbatches", "4")
-    says = f"--costs {path} has 4 stages, but this placement of 4 ranks needs 8: list that many"
-    assert refusal("search", *four, "--placement", "v", "--costs", path) == says
-    says = f"--costs {path} has 4 stages, but zb-v needs 8: list that many"
-    assert refusal("simulate", "--schedule", "zb-v", *four, "--costs", path) == says
-    assert output("simulate", "--schedule", "1f1b", *four, "--costs", path)
+    says = "has 2 stages, but this placement of 2 ranks needs 4: list that many"
+    assert says in refusal("search", *TWO, "--placement", "v", "--costs", path)
 
 
 def test_lists_are_costs_by_microbatch(tmp_path: Path) -> None:
@@ -185,33 +160,12 @@ def test_the_links_of_a_run_time_the_schedule(write: Write) -> None:
 
 
 def test_pairs_that_were_not_measured_take_that_of_all(write: Write) -> None:
-    few, all_pairs = write({"links": MEASURED, "all": EVERY}), write({"all": EVERY}, "all.json")
+    more = [*MEASURED, {"from": 2, "to": 0, "latency": 5}]
+    few, all_pairs = write({"links": more, "all": EVERY}), write({"all": EVERY}, "all.json")
+    assert output(*PAIR, *SIZED, "--links", few), "with more hosts than ranks"
     slow = as_json(*FOUR, *SIZED, "--links", all_pairs)["makespan"]
     assert as_json(*FOUR, *SIZED, "--links", few)["makespan"] < slow
     assert slow == pytest.approx(as_json(*FOUR, *SIZED, "--link-latency", "0.05", "--bandwidth", "1e6")["makespan"])
-
-
-def test_a_network_with_fewer_hosts_than_ranks_is_refused(write: Write) -> None:
-    path = write({"links": MEASURED})
-    line = refusal(*FOUR, *SIZED, "--links", path)
-    assert f'{path} has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or add "all": ' in line
-
-
-def test_a_network_with_more_hosts_than_ranks_is_taken(write: Write) -> None:
-    more = [*MEASURED, {"from": 2, "to": 3, "latency": 5}]
-    small, large = write({"links": MEASURED}), write({"links": more}, "more.json")
-    assert output(*PAIR, *SIZED, "--links", large) == output(*PAIR, *SIZED, "--links", small)
-
-
-def test_a_pair_that_is_used_and_was_not_measured_is_named(write: Write) -> None:
-    links = [{"from": 0, "to": 3, "latency": 1}]
-    assert "no cost from rank 0 to rank 1" in refusal(*FOUR, *TIMES, "--links", write({"links": links}))
-
-
-def test_links_and_numbers_of_links_contradict_each_other(write: Write) -> None:
-    path = write({"all": EVERY})
-    says = f"--links {path} already sets what --bandwidth would; pass only one of the two"
-    assert refusal(*PAIR, *SIZED, "--bandwidth", "5", "--links", path) == says
 
 
 def test_stages_of_a_file_and_measured_links_go_together(write: Write) -> None:
@@ -221,6 +175,8 @@ def test_stages_of_a_file_and_measured_links_go_together(write: Write) -> None:
     assert as_json(*PAIR, "--costs", sized, "--links", path)["makespan"] == pytest.approx(numbers)
     both = write({"stages": [SHORT] * 2, "links": {"latency": 1}}, "both.json")
     assert "pass only one of the two" in refusal(*PAIR, "--costs", both, "--links", path)
+    says = f"--links {path} already sets what --bandwidth would; pass only one of the two"
+    assert refusal(*PAIR, *SIZED, "--bandwidth", "5", "--links", path) == says
 
 
 def test_messages_without_a_size_are_refused(write: Write) -> None:
@@ -242,12 +198,13 @@ def test_messages_without_a_size_are_refused(write: Write) -> None:
         ({"links": []}, "has no links: add some"),
         ({"link": MEASURED}, "link is unknown to this version"),
         ({"all": {"bandwidth": 0}}, "all: bandwidth=0.0: expected a bandwidth above 0"),
+        ({"links": [*MEASURED, {"from": 1, "to": 3, "latency": 1}]}, "no cost from rank 1 to rank 2"),
+        ({"links": MEASURED}, 'has links between 2 hosts, but 1f1b has 4 ranks: measure that many, or add "all": '),
         ({"all": 3}, "all=3: expected an object"),
     ],
 )
 def test_files_that_make_no_sense(write: Write, content: Any, says: str) -> None:
     path = write(content)
-    line = refusal(*PAIR, *SIZED, "--links", path)
-    assert line.startswith(f"--links {path}")
+    line = refusal(*FOUR, *SIZED, "--links", path)
     assert says in line
     assert len(line) < 400 + len(path)

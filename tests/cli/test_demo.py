@@ -3,7 +3,6 @@
 import io
 import json
 import signal
-import sys
 from contextlib import redirect_stdout
 from pathlib import Path
 
@@ -14,22 +13,14 @@ from typer.testing import CliRunner
 from penstock.cli import app
 from penstock.demo import data, show
 from penstock.demo.model import GPT, loss
-from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS, Settings
+from penstock.demo.settings import CONTEXT, LAYERS, PARAMETERS, ROWS
 from penstock.demo.train import main
 from penstock.schedule import generate
-from penstock.schedule.timeline import Timeline
 from penstock.simulate import simulate
 from penstock.simulate.costs import StageCost
 from penstock.trace.runs import read_run
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 from scaffolding.ranks import Ranks
-
-DEMO = [*PENSTOCK, "demo", "--ranks", "2"]
-
-
-@pytest.fixture(scope="module")
-def corpus() -> data.Corpus:
-    return data.standard_library()
 
 
 def rank_of_demo(rank: int, arguments: list[str]) -> str:
@@ -53,10 +44,16 @@ def in_pool(ranks2: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
         print(*ranks2.run(rank_of_demo, arguments[2:]), sep="")
         return 0
 
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
+    monkeypatch.setattr("penstock.cli.demo.launch", launch)
 
 
-def assert_shown(said: str, out: Path) -> None:
+@pytest.mark.distributed
+@pytest.mark.usefixtures("in_pool")
+def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--steps", "3", "--microbatches", "4", "--out", str(out)])
+    assert done.exit_code == 0, done.output
+    said = done.stdout
     lines = said.splitlines()
     assert any("of 52 gradients are bitwise identical" in line for line in lines)
     assert all(len(line) <= 80 for line in lines if str(out) not in line)
@@ -74,24 +71,13 @@ def assert_shown(said: str, out: Path) -> None:
     assert {(rank, f"{rank}{op}{k}") for rank in range(2) for op in "FB" for k in range(4)} <= ran
 
 
-@pytest.mark.distributed
-@pytest.mark.usefixtures("in_pool")
-def test_demo_proves_trains_and_leaves_a_trace_and_a_log(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    done = CliRunner().invoke(app, [*DEMO[3:], "--steps", "3", "--microbatches", "4", "--out", str(out)])
-    assert done.exit_code == 0, done.output
-    assert_shown(done.stdout, out)
-
-
-@pytest.mark.long  # test_run.py launches ranks as the demo does
+@pytest.mark.long  # the ranks of a pool are quicker
 @pytest.mark.distributed
 @pytest.mark.timeout(TEST_SECONDS)
 def test_demo_launches_its_ranks(tmp_path: Path) -> None:
-    out = tmp_path / "out"
-    command = [*DEMO, "--steps", "3", "--microbatches", "4", "--out", str(out)]
-    done = finished(*command, folder=tmp_path)
+    done = finished(*PENSTOCK, "demo", "--ranks", "2", "--steps", "3", "--microbatches", "4", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert_shown(done.stdout, out)
+    assert len(read_run(tmp_path / "runs" / "demo").steps()) == 3
 
 
 @pytest.mark.long  # its step and its screen are those of two ranks, above
@@ -109,17 +95,10 @@ def test_ctrl_c_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None
     def launch(*_: object) -> int:
         raise KeyboardInterrupt(signal.SIGINT)
 
-    monkeypatch.setattr(sys.modules["penstock.cli.demo"], "launch", launch)
+    monkeypatch.setattr("penstock.cli.demo.launch", launch)
     done = CliRunner().invoke(app, ["demo", "--ranks", "2", "--out", str(tmp_path)])
     assert done.exit_code == 128 + signal.SIGINT
     assert done.stderr.splitlines() == ["penstock: stopped by Ctrl-C; no process is left running"]
-
-
-@pytest.mark.parametrize("ranks", [1, LAYERS])
-def test_introduction_fits_the_terminal(ranks: int) -> None:
-    text = Settings(ranks, "gpipe", microbatches=ROWS).introduction()
-    assert max(map(len, text.splitlines())) <= 80
-    assert f"p = {ranks} " in text
 
 
 def test_model_is_as_it_was_announced() -> None:
@@ -129,17 +108,6 @@ def test_model_is_as_it_was_announced() -> None:
     assert model.head.weight is model.embedding.weight
     tokens, targets = torch.randint(0, 256, (2, 4, CONTEXT))
     assert 5.0 < float(loss(model.eval()(tokens), targets).detach()) < 7.0  # it knows nothing yet; guessing is 5.55
-
-
-def test_batches_are_the_same_everywhere_and_differ_from_step_to_step(corpus: data.Corpus) -> None:
-    inputs, targets = corpus.batch(3, 4, 50)
-    assert inputs.shape == targets.shape == (4, 50)
-    assert torch.equal(inputs[:, 1:], targets[:, :-1])
-    assert torch.equal(inputs, data.standard_library().batch(3, 4, 50)[0])
-    assert not torch.equal(inputs, corpus.batch(4, 4, 50)[0])
-    state = torch.random.get_rng_state()
-    corpus.batch(5, 4, 50)
-    assert torch.equal(state, torch.random.get_rng_state())
 
 
 def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,26 +135,3 @@ def test_bubble_of_a_run_that_went_as_simulated() -> None:
     assert bubble.textbook == pytest.approx(1 / 9)
     assert bubble.formula == "(p - 1)/(m + p - 1)"
     assert bubble.simulated > bubble.textbook
-
-
-def test_measured_bubble_counts_what_the_simulation_does_not() -> None:
-    order = generate("gpipe", 2, 4)
-    quick = simulate(order, StageCost(1.0, 2.0, 0.0))
-    slow = Timeline.from_dict(quick.to_dict())
-    last = slow.tracks[1]
-    for index in range(4, 8):  # the second rank's backwards start late, as after a slow message
-        last.start[index] += 5
-        last.end[index] += 5
-    bubble = show.compare(order, [slow])
-    assert bubble.measured > bubble.simulated == pytest.approx(quick.bubble_rate)
-
-
-def test_model_does_not_look_ahead() -> None:
-    torch.manual_seed(0)
-    model = GPT(layers=2, context=16).eval()
-    tokens = torch.arange(16)[None]
-    changed = tokens.clone()
-    changed[0, 9] = 200
-    difference = (model(tokens) - model(changed)).detach().abs().amax(-1)[0]
-    assert bool((difference[:9] == 0).all())
-    assert bool((difference[9:] > 0).all())

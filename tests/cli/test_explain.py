@@ -215,11 +215,11 @@ def test_steps_of_ops_that_are_only_named_end_where_all_is_run_back(name: str, t
 def test_names_that_are_not_read_are_counted(tmp_path: Path) -> None:
     """Of a profiler's trace, those of user code; marks of steps and of optimizers are known."""
     events = named(measured(), "{a}")
-    names = ("Optimizer.step#AdamW.step", "3F9 late", "3F9 late", "ProfilerStep#3")
+    names = ("Optimizer.step#AdamW.step", "3F9 [/x]", "3F9 [/x]", "ProfilerStep#3")
     other = [{**events[0], "name": name} for name in names]
     other += [{**events[0], "name": "aten::mm", "cat": "cpu_op"}]
     found = as_json("explain", str(write(tmp_path / "trace.json", events + other)))
-    expected = "2 of 66 events are not read, such as '3F9 late'; --pattern reads others"
+    expected = "2 of 66 events are not read, such as '3F9 [/x]'; --pattern reads others"
     assert found["notes"] == [expected]
     file = write(tmp_path / "few.json", [*events[1:], *other])
     assert "no complete step" in (said := refusal("explain", str(file)))
@@ -269,16 +269,10 @@ def test_timelines_of_several_steps(tmp_path: Path) -> None:
         assert (found["step"], found["notes"]) == (2, [])
         times = [measured(seconds).makespan_seconds for seconds in (0.01, 0.03, 0.02)]
         assert list(found["steps"].values()) == pytest.approx(times)
-
-
-def test_a_line_for_each_step(tmp_path: Path) -> None:
-    """In all of them the same stage is heavy, as the measured one is."""
-    steps = [measured(seconds).to_dict() for seconds in (0.01, 0.03, 0.02)]
-    said = output("explain", str(write(tmp_path / "steps.json", steps)), "--step", "all", columns=120)
+    said = output("explain", whole, "--step", "all", columns=120)
     assert [line.split()[0] for line in said.splitlines() if "s  " in line and line[0].isdigit()] == ["0", "1", "2"]
-    assert "3 steps take" in said
     assert "1 of 3 steps over 1.1 times the median, step 1 most (1.50x)" in said
-    assert "expected the number of a step, or all" in refusal("explain", str(tmp_path / "steps.json"), "--step", "x")
+    assert "expected the number of a step, or all" in refusal("explain", whole, "--step", "x")
 
 
 def test_marks_of_the_profiler_tell_steps(tmp_path: Path) -> None:
@@ -358,18 +352,6 @@ def test_a_replay_that_takes_longer_than_the_step_is_no_unexplained_time(tmp_pat
     show(replace(found, where=replace(found.where, added_seconds=less)), Console(file=(file := StringIO()), width=200))
     assert "the replay is too slow -1.0%" in file.getvalue()
     assert "unexplained" not in file.getvalue().partition("What to change")[0]
-
-
-def test_names_in_a_trace_are_no_markup(tmp_path: Path) -> None:
-    events = named(measured(), "{a}")
-    file = write(tmp_path / "trace.json", [*events, {**events[0], "name": "[/x] [red] :smile:"}])
-    assert "such as '[/x] [red] :smile:'" in output("explain", str(file), columns=300)
-
-
-def test_that_stages_are_alike_is_not_said_where_the_replay_cannot_tell(tmp_path: Path) -> None:
-    found = replace(explain(load_trace(a_timeline(tmp_path))), changes=(), worst_error=0.231)
-    assert found.nothing == "no significant improvement: every change is within the replay's error, 23.1%"
-    assert replace(found, worst_error=0.001).nothing == "no change was found that saves 0.5% of a step or more"
 
 
 @pytest.mark.parametrize(("limit", "advised"), [(None, ["gpipe", "1f1b"]), (320.0, ["1f1b"]), (310.0, [])])
@@ -461,15 +443,6 @@ def test_timelines_with_impossible_numbers_are_refused(
     given = measured().to_dict()
     given["ranks"][0][column][place] = value
     assert said in refusal("explain", str(write(tmp_path / "timeline.json", given)))
-
-
-def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:
-    def event(name: str, ts: float) -> dict[str, Any]:
-        return {"ph": "X", "name": f"penstock {name}", "pid": 1, "tid": 1, "ts": ts, "dur": 1.0}
-
-    names = ["0F0", "0SEND_F0", "0B0"]
-    file = write(tmp_path / "rank0.json", {"traceEvents": [event(name, at) for at, name in enumerate(names)]})
-    assert "no rank has stage 1" in refusal("explain", str(file))
 
 
 def test_cuts_need_a_profile(tmp_path: Path) -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, replace
@@ -17,16 +15,15 @@ from command_line import as_json, output, penstock, refusal
 
 from network.fabric.drawn_runs import run_of
 from network.fabric.made_runs import write_run
-from penstock._base.errors import ArgumentError, FabricError, MissingExtraError
+from penstock._base.errors import FabricError
 from penstock.cli._traffic import TrafficOptions
-from penstock.cli.fabric import _check, _progress
+from penstock.cli.fabric import _progress
 from penstock.network import machines, namespaces, shapers
 from penstock.network.fabric.emulation import coordinate
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.samples import RUN, SAMPLES, SPEC, Run
-from penstock.network.fabric.statistics import trend
 from penstock.network.fabric.views import page
-from penstock.network.fabric.workload import Workload, mlp
+from penstock.network.fabric.workload import mlp
 from penstock.network.namespaces import why_not
 
 NO_ROOT = "emulated hosts need root; this is user 1000"
@@ -74,12 +71,9 @@ WRONG = {
     "--trials 5": "expected one kind of traffic, got nothing; pass one of --preset, --model",
     "--model m:f --ranks 0": "--ranks 0: expected an integer >= 1",
     "--model m:f --cuts a": "--cuts applies to a pipeline's stages, but --ranks is 1",
-    "--sizes 4 --cuts=": "--cuts requires --model, but --sizes was passed",
     "--sizes 4 --cuts a": "--cuts requires --model, but --sizes was passed",
     "--sizes 4 --trials 3 --epochs 2": "pass --trials, or both --batches and --epochs",
-    "--sizes 4 --batches 3": "pass --trials, or both --batches and --epochs",
     "--from 8KiB": "a sweep needs both --from and --to",
-    "--from 8KiB --to 4KiB": "a sweep from 8192 to 4096 bytes is empty",
     "--sizes 4 --collective all_to_all --uneven 1,2,3,4 --algorithm bruck": "pass one of pairwise, direct, engine",
     "--replay nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Pass a folder",
     "--model m:f --hosts 4 --ranks 3": "--hosts 4 is not a multiple of --ranks 3",
@@ -92,7 +86,6 @@ WRONG = {
     "show nowhere": "nowhere holds no run of penstock fabric: there is no such folder. Pass a folder",
     "show empty": "empty holds no run of penstock fabric: it has no run.json. Pass a folder that a run was written to",
     "show taken": "taken holds no run of penstock fabric: run.json: workload is missing",
-    "predict empty": "empty holds no run of penstock fabric: it has no run.json. Pass a folder",
 }
 
 
@@ -195,24 +188,6 @@ def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
 
 
 @pytest.mark.usefixtures("nothing_is_made")
-def test_a_backend_that_is_not_there_is_known_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.distributed.is_nccl_available", lambda: False)
-    said = "backend 'nccl' is not available: this torch has gloo"
-    assert refusal("fabric", *SIZES, "--backend", "nccl") == said
-
-
-@pytest.mark.usefixtures("nothing_is_made")
-@pytest.mark.parametrize(("hosts", "enough"), [(2, True), (3, False)])
-def test_memory_is_what_all_hosts_of_a_machine_take_together(
-    hosts: int, enough: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(os, "sysconf", lambda name: 1 << 18 if name == "SC_PHYS_PAGES" else 4096)  # 1 GiB
-    spec = Spec(Workload.from_sizes([200 << 20]), 4)
-    with contextlib.nullcontext() if enough else pytest.raises(ArgumentError, match=r"1\.2 GiB of memory on 3 hosts"):
-        _check(spec, hosts)
-
-
-@pytest.mark.usefixtures("nothing_is_made")
 @pytest.mark.parametrize("how", [("--link", "100mbit"), ("--slow", "0=50%")])
 def test_where_no_hosts_can_be_made_links_are_refused(how: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(namespaces, "why_not", lambda: NO_ROOT)
@@ -241,14 +216,6 @@ def test_the_command_asks_for_its_extra_before_any_host_starts(monkeypatch: pyte
     assert f"penstock fabric: this needs {package}, pip install 'penstock[fabric]'" in refusal(
         "fabric", "--preset", "mlp"
     )
-
-
-def test_statistics_name_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(
-        MissingExtraError, match=r"the statistics of a run: this needs scipy, pip install 'penstock\[fabric\]'"
-    ):
-        trend([1.0, 2.0, 3.0, 4.0, 5.0, 6.0])
 
 
 # -- runs that end before their first trial -------------------------------------------------------------------------
@@ -367,14 +334,9 @@ def test_show_again(runs: Runs) -> None:
     assert shown == runs.printed == json.loads((runs.emulation / "results.json").read_text())
     assert sorted(path.name[-5:] for path in runs.emulation.glob("*.et")) == [".0.et", ".1.et"], "as --chakra asked"
     assert "2 hosts, torch.distributed's own all_reduce, 10 trials" in output("fabric", "show", str(runs.emulation))
-
-
-@pytest.mark.distributed
-def test_show_as_nccl_tests(runs: Runs) -> None:
     said = output("fabric", "show", str(runs.emulation), "--nccl")
     rows = [line.split() for line in said.splitlines() if line.strip() and not line.startswith("#")]
-    sizes = [transfer.bytes for transfer in mlp().transfers]
-    assert [int(row[0]) for row in rows] == sizes
+    assert [int(row[0]) for row in rows] == [transfer.bytes for transfer in mlp().transfers]
     assert refusal("fabric", "show", str(runs.emulation), "--nccl", "--json").startswith("--nccl prints columns")
 
 
@@ -407,15 +369,6 @@ def test_gradients_of_a_model_in_low_precision_take_twice_the_bytes_if_they_accu
     low, high = (as_json(*asked, *more) for more in ((), ("--grad-dtype", "float32")))
     assert sum(t["bytes"] for t in high["transfers"]) == 2 * sum(t["bytes"] for t in low["transfers"])
     assert "--grad-dtype requires --model" in refusal("fabric", *SIZES, "--grad-dtype", "float32")
-
-
-def test_the_two_kinds_of_a_pipelines_traffic_are_labeled() -> None:
-    made = TrafficOptions(model=TARGET, ranks=2).workload(4)
-    assert made.name == f"{TARGET}, pipeline of Sequential, 2 x 2 hosts, 1f1b, 8 microbatches"
-    assert {transfer.kind for transfer in made.transfers} == {"activation", "activation gradient", "gradient"}
-    rings = TrafficOptions(model=TARGET, ranks=2, traffic="gradients").workload(4)
-    assert rings.name == f"{TARGET}, gradients of Sequential, 2 x 2 hosts"
-    assert {(one.kind, one.collective) for one in rings.transfers} == {("gradient", "all_reduce")}
 
 
 def test_without_a_terminal_there_is_no_progress_bar(capsys: Any) -> None:

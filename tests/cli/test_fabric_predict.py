@@ -69,6 +69,16 @@ def test_an_exact_sweep_is_found_back_and_predicts_the_closed_form(tmp_path: Pat
         assert row["busbw_GBps"] == pytest.approx(moved / row["seconds"][row["best"]] / 1e9)
 
 
+def test_each_collective_has_a_fit_of_its_own_and_the_engines_is_a_rings(tmp_path: Path) -> None:
+    run = sweep(tmp_path / "run", collectives=("all_gather", "all_reduce"), algorithm="engine")
+    made = as_json("fabric", "predict", run)["collectives"]
+    fits = [(one["fit"]["collective"], one["fit"]["algorithm"], one["fit"]["form"]) for one in made]
+    assert fits == [("all_gather", "engine", "ring"), ("all_reduce", "engine", "ring")]
+    assert made[1]["fit"]["alpha_seconds"] == pytest.approx(ALPHA, rel=1e-4)
+    assert "torch.distributed's own as if it were ring" in output("fabric", "predict", run)
+    assert as_json("fabric", "predict", run, "--collective", "all_gather")["collectives"] == made[:1]
+
+
 def test_each_crossover_is_where_the_fastest_changes(tmp_path: Path) -> None:
     run = sweep(tmp_path / "run")
     (one,) = as_json("fabric", "predict", run, "--hosts", "16", "--sizes", "1KiB")["collectives"]
@@ -95,23 +105,6 @@ def test_without_options_it_is_the_runs_own_sizes_to_4096_hosts(tmp_path: Path) 
     assert "all_reduce: alpha 250us/step, 1/beta 100 Mbit/s" in text
     assert "4,096 hosts" in text
     assert max(map(len, text.splitlines())) <= 80
-
-
-def test_the_engines_own_is_fitted_as_a_ring_and_says_so(tmp_path: Path) -> None:
-    run = sweep(tmp_path / "run", algorithm="engine")
-    (one,) = as_json("fabric", "predict", run)["collectives"]
-    assert (one["fit"]["algorithm"], one["fit"]["form"]) == ("engine", "ring")
-    assert one["fit"]["alpha_seconds"] == pytest.approx(ALPHA, rel=1e-4)
-    assert "torch.distributed's own as if it were ring" in output("fabric", "predict", run)
-
-
-def test_each_collective_has_a_fit_of_its_own(tmp_path: Path) -> None:
-    run = sweep(tmp_path / "run", collectives=("all_gather", "all_reduce"))
-    made = as_json("fabric", "predict", run)["collectives"]
-    assert [one["fit"]["collective"] for one in made] == ["all_gather", "all_reduce"]
-    assert {one["fit"]["source"] for one in made} == {"times"}
-    (only,) = as_json("fabric", "predict", run, "--collective", "all_gather")["collectives"]
-    assert only == made[0]
 
 
 @pytest.mark.parametrize(
@@ -223,7 +216,6 @@ def test_numbers_that_make_no_sense(tmp_path: Path, arguments: tuple[str, ...], 
 
 
 def test_runs_that_say_nothing(tmp_path: Path) -> None:
-    assert "holds no run" in refusal("fabric", "predict", str(tmp_path))
     few = sweep(tmp_path / "few", sizes=SIZES[:2], links=[])
     says = "2 sizes of all_reduce cannot be fitted (a fit needs 3), and no links were measured: run a sweep"
     assert says in refusal("fabric", "predict", few)

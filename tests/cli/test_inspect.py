@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import runpy
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -58,10 +55,6 @@ class Around(nn.Module):
 def branches_inside():
     return Around(), *of(models.mlp())[1:]
 
-def low():
-    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
-    return model.bfloat16(), (torch.ones(2, 4).bfloat16(),), None, lambda output: output.sum()
-
 def broken():
     return nn.Linear(3, 3), *of(models.mlp())[1:]
 """
@@ -107,38 +100,6 @@ def test_gradients_have_the_bytes_of_the_dtype_in_which_they_accumulate() -> Non
     assert model[2].weight.grad_dtype == torch.bfloat16, "only a pipeline sets it"
     with pytest.raises(ArgumentError, match=r"grad_dtype=torch\.float16"):
         penstock.inspect(model, (torch.ones(2, 4).bfloat16(),), grad_dtype=torch.float16)
-
-
-def test_a_targets_reduction_is_used(tmp_path: Path) -> None:
-    """Or it would be advised to pass one."""
-    script = tmp_path / "padded.py"
-    script.write_text("""
-import torch
-from torch import nn
-
-def make():
-    target = torch.randint(0, 5, (8, 6))
-    target[1, 2:] = -100
-    loss = lambda output, target: nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
-    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 5))
-    return model, (torch.randint(0, 9, (8, 6)),), target, loss, {"reduction": lambda target: (target != -100).sum()}
-""")
-    with pytest.warns(UserWarning, match="targets of -100 are ignored"):
-        penstock.inspect(*given(script)[:2], target=given(script)[2], loss_fn=given(script)[3], microbatches=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert len(as_json("inspect", f"{script}:make", "--microbatches", "4")["stages"]) == 2
-
-
-def given(script: Path) -> Any:
-    return runpy.run_path(str(script))["make"]()
-
-
-def test_inspect_takes_it_by_name(targets: str) -> None:
-    low, high = (as_json("inspect", f"{targets}:low", *more) for more in ((), ("--grad-dtype", "float32")))
-    for one, other in zip(low["stages"], high["stages"], strict=True):
-        assert other["gradient_bytes"] == 2 * one["gradient_bytes"]
-        assert one["gradient_bytes"] == one["parameter_bytes"] == other["parameter_bytes"]
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:

@@ -15,12 +15,9 @@ def test_groups_of_devices_are_planned_as_one_each() -> None:
     assert choice["replicas"] * choice["ranks"] == 8
     assert choice["replicas"] * choice["microbatches"] * choice["rows"] == 64
     assert {*best["limit_bytes"]} == {80e9}
+    more = as_json(*GROUPS, "--memory", "96000000000")["plans"][0]
+    assert {*more["limit_bytes"]} == {96e9}, "also where the device's specifications state less"
     assert all(name.startswith("layers.") for name in best["cuts"])
-
-
-def test_the_memory_that_is_given_holds() -> None:
-    """Also where the device's specifications state less."""
-    assert {*as_json(*GROUPS, "--memory", "96000000000")["plans"][0]["limit_bytes"]} == {96e9}
 
 
 def test_the_estimate_says_what_it_rests_on() -> None:

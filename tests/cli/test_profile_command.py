@@ -65,22 +65,16 @@ def test_a_long_table_has_a_row_for_each_module() -> None:
         return UnitCost(name, 1.0, 1.0, 1.0, 1, 1, 1, 1, like=like)
 
     units = [unit("stem"), *(unit(f"blocks.{b}.{part}") for b in range(3) for part in ("conv", "norm")), unit("head.0")]
-    every = [(one.name, [one]) for one in units]
-    assert summarize_units(units) == every
-    assert [(name, len(row)) for name, row in summarize_units(units, max_rows=5)] == [
-        ("stem", 1),
-        ("blocks.0.*", 2),
-        ("blocks.1.*", 2),
-        ("blocks.2.*", 2),
-        ("head.0", 1),
-    ]
-    assert [(name, len(row)) for name, row in summarize_units(units, max_rows=3)] == [
-        ("stem", 1),
-        ("blocks.*", 6),
-        ("head.0", 1),
-    ]
+    assert summarize_units(units) == [(one.name, [one]) for one in units]
+
+    def rows(units: list[UnitCost], **options: int) -> dict[str, int]:
+        return {name: len(row) for name, row in summarize_units(units, **options)}
+
+    blocks = {f"blocks.{b}.*": 2 for b in range(3)}
+    assert rows(units, max_rows=5) == {"stem": 1, **blocks, "head.0": 1}
+    assert rows(units, max_rows=3) == {"stem": 1, "blocks.*": 6, "head.0": 1}
     alike = [unit("blocks.0"), unit("blocks.1", "blocks.0"), unit("blocks.2", "blocks.0"), unit("head")]
-    assert [(name, len(row)) for name, row in summarize_units(alike)] == [("blocks.0-2", 3), ("head", 1)]
+    assert rows(alike) == {"blocks.0-2": 3, "head": 1}
 
 
 def test_a_table_and_a_file_to_cut_by() -> None:

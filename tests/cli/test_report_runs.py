@@ -25,10 +25,10 @@ from scaffolding.nanoseconds import merged
 LOSSES = [2.5, 2.0, float("nan"), 1.5, 1.25]
 
 
-def a_run(folder: Path, timeline: Timeline, name: str = "gpt") -> Path:
+def a_run(folder: Path, timeline: Timeline) -> Path:
     """A run of four ranks, of whose five steps the last was timed."""
     about = replace(
-        ABOUT, name=name, ranks=4, chunks=1, replicas=1, schedule="1f1b", microbatches=8, placement="0 1 2 3", rows=64,
+        ABOUT, name="gpt", ranks=4, chunks=1, replicas=1, schedule="1f1b", microbatches=8, placement="0 1 2 3", rows=64,
         cuts=("a", "b", "c"), units=(("0.0", "0.1", "1.0", "1.1"), ("a",), ("b",), ("c",)), memory_limit=1000.0,
     )  # fmt: skip
     for part in ("timelines", "memory", "ranks"):
@@ -89,18 +89,23 @@ def test_a_failure_and_ranks_that_are_gone_stand_under_the_title(tmp_path: Path,
 
 
 def test_what_was_predicted_lies_under_what_was_measured(tmp_path: Path, open_page: Any) -> None:
+    """A profile that is given counts for more than what was recorded."""
     folder = a_run(tmp_path / "run", measured())
     predicted = simulate(generate("1f1b", 4, 8), StageCost(0.01, 0.01, 0.01))
-    told = {
-        "source": "a plan", "step_seconds": predicted.makespan_seconds, "timeline": predicted.to_dict(),
-        "stage_seconds": [0.03] * 4,
-    }  # fmt: skip
-    (folder / "predicted.json").write_text(json.dumps(told))
+    times = {"step_seconds": predicted.makespan_seconds, "stage_seconds": [0.03] * 4}
+    (folder / "predicted.json").write_text(json.dumps({"source": "a plan", "timeline": predicted.to_dict(), **times}))
     page = open_page(report(folder))
     assert page.evaluate("timeline.bands.map((band) => band.name)") == ["measured, step 5", "predicted"]
     assert page.evaluate("timeline.bands[1].hasCritical")
     pipeline = as_json("explain", str(folder))["pipeline_seconds"]
     assert f"{predicted.makespan_seconds / pipeline - 1:+.1%}" in page.inner_text(".figures")
+    about = json.loads((folder / "run.json").read_text()) | {"cuts": ["layers.1", "layers.2", "layers.3"]}
+    (folder / "run.json").write_text(json.dumps(about))
+    given = profile(tmp_path, [0.02] * 4)
+    page = open_page(report(folder, "--profile", given))
+    explained = as_json("explain", str(folder), "--profile", given)
+    assert explained["predicted_seconds"] > 1.5 * predicted.makespan_seconds
+    assert page.evaluate("timeline.bands[1].end") == pytest.approx(explained["predicted_seconds"])
 
 
 def test_runs_are_explained_one_at_a_time(tmp_path: Path) -> None:
@@ -132,21 +137,6 @@ def test_a_plan_is_compared_with_the_run_that_followed_it(tmp_path: Path) -> Non
     assert "was cut at a,b,c" in refusal("explain", str(folder), "--profile", given, "--cuts", "a,b,x")
 
 
-def test_a_profile_that_is_given_counts_for_more_than_what_was_recorded(tmp_path: Path, open_page: Any) -> None:
-    folder = a_run(tmp_path / "run", measured())
-    told = {
-        "source": "a plan", "step_seconds": 9.0, "timeline": measured().to_dict(), "stage_seconds": [0.03] * 4,
-    }  # fmt: skip
-    (folder / "predicted.json").write_text(json.dumps(told))
-    about = json.loads((folder / "run.json").read_text()) | {"cuts": ["layers.1", "layers.2", "layers.3"]}
-    (folder / "run.json").write_text(json.dumps(about))
-    given = profile(tmp_path, [0.01] * 4)
-    page = open_page(report(folder, "--profile", given))
-    explained = as_json("explain", str(folder), "--profile", given)
-    assert page.evaluate("timeline.bands[1].end") == pytest.approx(explained["predicted_seconds"])
-    assert "9.000 s" not in page.inner_text(".figures")
-
-
 def test_peaks_that_devices_measured_are_shown_over_steps(tmp_path: Path, open_page: Any) -> None:
     folder = a_run(tmp_path / "run", measured())
     for step in (2, 5):
@@ -158,29 +148,17 @@ def test_peaks_that_devices_measured_are_shown_over_steps(tmp_path: Path, open_p
     assert "from 2 MB to 5 MB" in course.locator("svg").get_attribute("aria-label")
 
 
-def test_a_run_that_has_only_begun_is_shown(tmp_path: Path, open_page: Any) -> None:
-    folder = a_run(tmp_path / "run", measured())
-    (folder / "timelines" / "5.json").unlink()
-    (folder / "steps.jsonl").write_text("")
-    page = open_page(report(folder))
-    assert "No timeline was recorded" in page.inner_text(".warning")
-
-
 def test_a_step_that_lacks_actions_is_shown_and_not_explained(tmp_path: Path, open_page: Any) -> None:
     whole = measured()
     partial = Timeline((merged([[*whole.spans(0)][:5]]).tracks[0], *whole.tracks[1:]))
-    page = open_page(report(a_run(tmp_path / "run", partial)))
+    folder = a_run(tmp_path / "run", partial)
+    page = open_page(report(folder))
     assert "no complete step" in page.inner_text(".warning")
     assert page.evaluate("timeline.bands[0].length") == len(partial)
-
-
-def test_a_page_prints_light_and_without_controls(made: Path, open_page: Any) -> None:
-    page = open_page(made, dark=True)
-    page.emulate_media(media="print")
-    page.wait_for_function("timeline.colors.page === '#ffffff'")
-    assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
-    assert not page.locator(".tl-buttons").is_visible()
-    assert not page.locator(".tl-details").is_visible()
+    (folder / "timelines" / "5.json").unlink()
+    (folder / "steps.jsonl").write_text("")
+    page = open_page(report(folder))
+    assert "No timeline was recorded" in page.inner_text(".warning"), "the run has only begun"
 
 
 def test_all_ranks_are_printed_and_nothing_is_cut_off(made: Path, open_page: Any) -> None:
@@ -198,11 +176,8 @@ def test_all_ranks_are_printed_and_nothing_is_cut_off(made: Path, open_page: Any
     page.set_viewport_size({"width": 718, "height": 1000})  # a sheet of A4
     page.emulate_media(media="print")
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
-
-
-def test_a_run_may_have_any_name(tmp_path: Path, open_page: Any) -> None:
-    evil = "<script>window.ran = 1</script>{{ 7 * 7 }}</title>"
-    page = open_page(report(a_run(tmp_path / "run", measured(), evil)))
-    assert page.inner_text("h1") == evil
-    assert page.title().startswith(evil)
-    assert page.evaluate("window.ran") is None
+    assert not page.locator(".tl-buttons").is_visible()
+    dark = open_page(made, dark=True)
+    dark.emulate_media(media="print")
+    dark.wait_for_function("timeline.colors.page === '#ffffff'")
+    assert dark.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"

@@ -1,7 +1,6 @@
 """`penstock run` hands on arguments, exit status and signals, says errors in one line, and leaves no process behind."""
 
 import json
-import math
 import os
 import signal
 import subprocess
@@ -15,7 +14,6 @@ from command_line import has_ended, refusal, stay
 from command_line import penstock as in_process
 
 from penstock import ArgumentError
-from penstock.distributed.launch import processes as launch
 from penstock.plan import ParallelConfig, Plan
 from scaffolding.patient import PENSTOCK, TEST_SECONDS, finished
 
@@ -130,15 +128,6 @@ def test_a_stopped_rank_keeps_nobody_waiting(folder: Path) -> None:
     ended = time.monotonic()
     assert (done.returncode, done.stderr.splitlines()[-1]) == (3, "penstock: rank 0 ended with exit status 3")
     assert ended - float(done.stdout) < 15
-
-
-def test_after_a_signal_nobody_waits_for_an_agent_without_ranks() -> None:
-    with subprocess.Popen(["sleep", "60"]) as agent:
-        began = time.monotonic()
-        jobs = ["a job that has no process"]
-        launch._wait([agent], jobs, [signal.SIGINT], lambda: None, math.inf, launch.DEFAULT_TIMEOUTS)
-        assert time.monotonic() - began < launch.LAUNCH_SECONDS / 2
-        agent.kill()
 
 
 @pytest.mark.distributed

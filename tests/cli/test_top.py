@@ -15,8 +15,6 @@ from command_line import as_json, output, refusal
 
 from penstock._base.files import write_json_line
 from penstock._base.formatting import short_duration
-from penstock.schedule import add_communication, generate
-from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RankState, StepRecord, read_run
 from penstock.trace.runs.folder import append_lines
 from penstock.trace.runs.progress import Progress
@@ -73,30 +71,23 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert found.left_seconds == pytest.approx(91 * 0.25)
     assert str(found) == "step 9 of 100, loss 0.1250, 256 samples/s, 22.8 s left"
     assert found.format(over=True) == "step 9 of 100, loss 0.1250, 256 samples/s"
-    smaller = Progress.of([*steps[:-1], replace(steps[-1], rows=10)])
-    assert smaller is not None
-    assert smaller.rows_per_second == 256  # the last batch of an epoch is often smaller
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
     said = [short_duration(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]
     assert said == ["0 s", "39.4 ms", "2.5 s", "2 min", "10 min", "3 h 20 min", "4 d 4 h"]
 
 
-def test_another_run_in_the_folder_has_none_of_the_steps_before(tmp_path: Path) -> None:
-    run = Path(a_run(tmp_path / "run"))
-    assert RunSnapshot.of(read_run(run)).progress is not None
-    (tmp_path / "run/steps.jsonl").unlink()
-    write_json_line(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
-    assert RunSnapshot.of(read_run(run)).progress is None
-
-
-def test_a_rank_of_another_run_is_not_shown(tmp_path: Path) -> None:
+def test_what_another_run_left_is_not_shown(tmp_path: Path) -> None:
     """Its process may not have seen that the folder is no longer its own."""
     run = a_run(tmp_path / "run", STATE)
+    assert RunSnapshot.of(read_run(Path(run))).progress is not None
     write_json_line(
         tmp_path / "run/ranks/1.json", {"run": "older", "at": NOW, "state": replace(STATE, number=1).to_dict()}
     )
     assert [rank["number"] for rank in as_json("top", run)["ranks"]] == [0]
+    (tmp_path / "run/steps.jsonl").unlink()
+    write_json_line(tmp_path / "run/run.json", replace(ABOUT, id="another").to_dict())
+    assert RunSnapshot.of(read_run(Path(run))).progress is None
 
 
 def test_top_shows_each_rank(tmp_path: Path, stopped_clock: None) -> None:
@@ -120,6 +111,7 @@ def test_top_says_who_is_silent_and_who_was_only_heard_of(tmp_path: Path) -> Non
         (0, "silent", False),
         (1, "silent", True),
     ]
+    assert "has no timeline: the first is of step 5" in refusal("explain", str(tmp_path / "gpt"))
     fresh = as_json("top", a_run(tmp_path / "other", STATE, replace(STATE, number=1, ranks=(1,)), heard=(heard,)))
     assert [one["heard"] for one in fresh["ranks"]] == [False, False]  # its own word counts
 
@@ -141,23 +133,6 @@ def test_a_terminal_obeys_nothing_in_a_folder(tmp_path: Path) -> None:
     assert "pwned" in said
     assert "boom" in said
     assert not set(said) & {"\x1b", "\x07"}
-
-
-def test_explain_reads_the_timelines_of_a_run(tmp_path: Path) -> None:
-    run = a_run(tmp_path / "gpt", STATE)
-    assert "has no timeline: the first is of step 5" in refusal("explain", run)
-    order = add_communication(generate("1f1b", 2, 4))
-    for number, heavy in ((5, 1.0), (50, 1.5), (100, 1.6)):
-        costs = [StageCost(0.01, 0.01, 0.01), StageCost(0.01 * heavy, 0.01, 0.01)]
-        write_json_line(tmp_path / "gpt" / "timelines" / f"{number}.json", simulate(order, costs).to_dict())
-    found = as_json("explain", run)
-    assert (found["step"], len(found["steps"])) == (50, 3)
-    assert as_json("explain", run, "--step", "100")["step"] == 100
-    assert [one["predicted_seconds"] for one in found["stages"]] == [None, None]
-    before = {"source": "a plan", "step_seconds": 0.2, "stage_seconds": [0.03, 0.03]}
-    timeline = simulate(order, [StageCost(0.01, 0.01, 0.01)] * 2).to_dict()
-    write_json_line(tmp_path / "gpt" / "predicted.json", {**before, "timeline": timeline})
-    assert [one["predicted_seconds"] for one in as_json("explain", run)["stages"]] == [0.03, 0.03]
 
 
 # -- recorded runs in a list and side by side -------------------------------------------------------------------------
@@ -191,10 +166,15 @@ def test_runs_are_listed_with_their_figures(two: Path) -> None:
         assert as_json("runs", str(two), "--sort", by)["runs"][0]["name"] == first, by
 
 
-def test_a_run_whose_loss_is_no_number_is_listed_last(two: Path) -> None:
-    ended_run(two / "diverged", "1f1b", 0.5, [1.0, float("nan")])
-    names = [run["name"] for run in as_json("runs", str(two), "--sort", "loss")["runs"]]
-    assert names == ["second", "first", "diverged"]
+def test_a_loss_that_is_no_number_is_listed_last_and_null_in_json(two: Path) -> None:
+    for name in ("diverged", "other"):
+        ended_run(two / name, "1f1b", 0.5, [1.0] * 8 + [float("nan")], ended=name == "other")
+    found = as_json("runs", str(two), "--sort", "loss")["runs"]
+    assert [run["name"] for run in found][:2] == ["second", "first"]
+    assert {run["name"]: run["state"] for run in found}["diverged"] == "silent", "and no training"
+    compared = as_json("compare", str(two / "diverged"), str(two / "other"))
+    assert compared["steps"] == [1, 3, 5, 7, 9], "some of many, and the last"
+    assert compared["losses"] == [[1.0] * 4 + [None]] * 2
 
 
 def test_runs_are_filtered_by_the_words_of_their_line(two: Path) -> None:
@@ -229,28 +209,9 @@ def test_runs_are_compared_where_they_differ_and_at_the_same_steps(two: Path) ->
     assert "expected two runs or more" in refusal("compare", paths[0])
 
 
-def test_of_many_steps_some_are_compared_and_the_last(tmp_path: Path) -> None:
-    paths = [str(ended_run(tmp_path / name, "1f1b", 0.5, [1.0] * 9)) for name in "ab"]
-    assert as_json("compare", *paths)["steps"] == [1, 3, 5, 7, 9]
-    for path in paths:
-        append_lines(Path(path) / "steps.jsonl", [StepRecord(10, 1.0, 0.5, 8, 5.0).to_line()])
-    assert as_json("compare", *paths)["steps"] == [2, 4, 6, 8, 10]
-
-
-def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
-    for name in "ab":
-        ended_run(tmp_path / name, "1f1b", 0.5, [1.0, float("nan")])
-    assert as_json("compare", str(tmp_path / "a"), str(tmp_path / "b"))["losses"] == [[1.0, None]] * 2
-
-
 def test_ctrl_c_is_no_failure(tmp_path: Path) -> None:
     for name, why in (("stopped", "KeyboardInterrupt"), ("broken", "ValueError: x")):
         says(ended_run(tmp_path / name, "1f1b", 0.5, [1.0]), replace(STATE, failure=why), at=1.0)
     states = {run["name"]: run["state"] for run in as_json("runs", str(tmp_path))["runs"]}
     assert states == {"stopped": "interrupted", "broken": "failed"}
     assert "stopped by Ctrl-C" in output("top", str(tmp_path / "stopped"), "--once")
-
-
-def test_a_run_of_silent_ranks_is_no_training(tmp_path: Path) -> None:
-    ended_run(tmp_path / "run", "1f1b", 0.5, [1.0], ended=False)
-    assert as_json("runs", str(tmp_path))["runs"][0]["state"] == "silent"

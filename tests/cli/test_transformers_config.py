@@ -80,11 +80,6 @@ def test_weights_larger_than_memory_are_refused(tmp_path: Path) -> None:
     assert "inspect --balance flops needs none" in said
 
 
-def test_a_device_that_is_here_measures(tmp_path: Path) -> None:
-    found = output("profile", written(tmp_path, LLAMA), "--device", "cpu", "--time-limit", "0.01")
-    assert "1 run each" in found
-
-
 @pytest.mark.parametrize(
     ("config", "said"),
     [

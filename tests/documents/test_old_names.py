@@ -13,24 +13,14 @@ from penstock._base.lazy import moved, renamed
 
 MOVED = {
     "penstock.balance": "penstock.costs",
-    "penstock.balance.profile": "penstock.costs.profile",
     "penstock.blame": "penstock.verification.blame",
     "penstock.explain": "penstock.plan.explain",
-    "penstock.explain.around": "penstock.trace.outside_pipeline",
-    "penstock.explain.case": "penstock.plan.explain.replay",
-    "penstock.explain.columns": "penstock.trace.columns",
     "penstock.explain.reading": "penstock.trace.formats",
     "penstock.fabric.alpha_beta": "penstock.network.fabric.alpha_beta",
     "penstock.fabric.emulation.signals": "penstock.network.fabric.emulation.trials",
-    "penstock.fabric.forecast": "penstock.network.fabric.alpha_beta",
-    "penstock.fabric.warmup": "penstock.network.fabric.statistics",
-    "penstock.hardware": "penstock.costs.hardware",
     "penstock.errors": "penstock._base.errors",
     "penstock.integrations.tensorboard": "penstock.integrations.loggers",
     "penstock.launch.step_file": "penstock.distributed.launch.step_file",
-    "penstock.runs": "penstock.trace.runs",
-    "penstock.search": "penstock.simulate.search",
-    "penstock.transformer": "penstock.plan.transformer",
 }
 
 

@@ -88,6 +88,8 @@ def test_the_reference_has_every_command(site: Path) -> None:
     commands = (site / "reference" / "commands.html").read_text(encoding="utf-8")
     for verb in (*VERBS, "fabric compare"):
         assert f'<section id="penstock-{verb.replace(" ", "-")}">' in commands
+    names = re.findall(r'id="(penstock\.[\w.]+)"', (site / "reference" / "api.html").read_text())
+    assert names[0] == "penstock.pipeline", "the API opens with it"
 
 
 def test_it_loads_nothing_from_elsewhere(site: Path) -> None:
@@ -104,12 +106,6 @@ def test_its_figures_are_drawn_from_schedules(site: Path) -> None:
     assert "zb-h1: 27 slots" in live  # (m + p - 1) * 3 less what W fills: 24 + 3
 
 
-def test_the_api_opens_with_pipeline(site: Path) -> None:
-    assert (
-        re.findall(r'id="(penstock\.[\w.]+)"', (site / "reference" / "api.html").read_text())[0] == "penstock.pipeline"
-    )
-
-
 @pytest.mark.parametrize(("size", "dark"), [("wide", False), ("phone", True)])
 def test_its_pages_fit_any_screen_and_show_the_figure_for_it(
     site: Path, open_page: Opener, size: str, dark: bool
@@ -118,6 +114,8 @@ def test_its_pages_fit_any_screen_and_show_the_figure_for_it(
     for picture in page.locator("figure svg").all():
         assert picture.is_visible() is (f"penstock-{'dark' if dark else 'light'}" in picture.get_attribute("class"))
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    heights = page.locator(".formula math").evaluate_all("all => all.map(one => one.getBoundingClientRect().height)")
+    assert 0 < max(heights) < 60, "177 if each letter of a formula begins a line"
 
 
 def test_names_in_tables_stay_whole_on_a_phone(site: Path, open_page: Opener) -> None:
@@ -135,13 +133,6 @@ def test_without_scripts_the_home_page_has_a_picture(site: Path, chromium: Any) 
     assert page.locator(".live-schedule svg >> visible=true").count() == 1
     assert not page.locator(".live-schedule iframe").is_visible()
     context.close()
-
-
-def test_formulas_stand_on_one_line(site: Path, open_page: Opener) -> None:
-    page = open_page(site / "concepts" / "zero-bubble.html")
-    heights = page.locator(".formula math").evaluate_all("all => all.map(one => one.getBoundingClientRect().height)")
-    assert heights
-    assert max(heights) < 60  # 177 if each letter begins a line
 
 
 def test_search_works_from_disk(site: Path, open_page: Opener) -> None:

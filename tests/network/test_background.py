@@ -45,20 +45,14 @@ def test_texts(text: str, expected: Neighbor) -> None:
         ("50mbit to 4", "host 4 does not exist: the hosts are 0 to 3"),
         ("50mbit to", "needs a value"),
         ("50mbit to 1 to 2", "given twice"),
-        ("50mbit from 1", "'from' is unknown here"),
         ("50mbit rate 5", "'rate' is unknown here: pass to, size"),
         ("50mbit size 10", "a frame cannot have 10 bytes: pass 64 to 65535"),
         ("incast", "needs a value"),
         ("incast 1mb", "needs its period"),
-        ("incast 1mb every 5", None),
         ("trace /none/there.csv", "No such file"),
-        ("trace /none/there.csv size 5", "'size' is unknown here"),
     ],
 )
-def test_what_is_no_traffic_is_refused(text: str, said: str | None) -> None:
-    if said is None:
-        assert parse_background(text, 4).period_seconds == pytest.approx(5e-6)
-        return
+def test_what_is_no_traffic_is_refused(text: str, said: str) -> None:
     with pytest.raises(ArgumentError, match=said):
         parse_background(text, 4)
 
@@ -93,7 +87,6 @@ def test_a_trace_is_played_again_and_again(tmp_path: Path) -> None:
     ("rows", "said"),
     [
         ("", "no traffic"),
-        ("seconds,bytes\n", "no traffic"),
         ("0,100\n", "no traffic"),
         ("0,100\n1\n", "row 2: '1' is no"),
         ("1,100\n0.5,100\n", "row 2: times"),

@@ -255,15 +255,11 @@ def test_a_group_of_version_2_stands_where_the_cpu_is_handed_down(
     made = tmp_path / parent / "penstock-1-2-3-h5-cpu"
     assert reaper.list_cgroups("penstock-1-2-3") == [made]
     assert (made / "cpu.max").read_text() == "2500 10000"
-
-
-def test_version_2_is_not_used_where_nothing_hands_the_cpu_down(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reaper, "group_mounts", lambda: [(2, tmp_path)])
-    monkeypatch.setattr(cpu_limit, "_own_group", lambda version: "/")
+    for folder in ("", "a.slice"):  # nothing hands the processor down
+        (tmp_path / folder / "cgroup.subtree_control").write_text("memory")
     with pytest.raises(OSError, match="delegates the cpu controller"):
-        CpuLimiter("penstock-1-2-3", {5: 0.25}, 2)
+        CpuLimiter("penstock-1-2-4", {5: 0.25}, 2)
+    monkeypatch.setattr(reaper, "group_mounts", lambda: [(2, tmp_path)])
     with pytest.raises(OSError, match="no cgroup v1"):
-        CpuLimiter("penstock-1-2-3", {5: 0.25}, 1)
-    assert list(tmp_path.iterdir()) == []
+        CpuLimiter("penstock-1-2-4", {5: 0.25}, 1)
+    assert reaper.list_cgroups("penstock-1-2-4") == []

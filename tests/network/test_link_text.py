@@ -13,19 +13,13 @@ from penstock.network.quantities import parse_size
 RATES = {
     "100mbit": 12.5e6,
     "1gbit": 125e6,
-    "1Gbit": 125e6,
     "2.5gbit": 312.5e6,
     "1tbit": 125e9,
-    "64kbit": 8000,
-    "9600bit": 1200,
     "8000": 1000,
     "1kibit": 128,
     "1Mibit": 131072,
-    "12.5MBps": 12.5e6,
     "12.5mbps": 12.5e6,  # bytes, as tc has it, however it is spelt
-    "1000bps": 1000,
     "1MiBps": 1048576,
-    "1gbps": 1e9,
 }
 
 
@@ -41,10 +35,8 @@ def test_rates_are_tcs(text: str, bytes_per_second: float) -> None:
         ("100mbit", Link(12.5e6)),
         ("100mbit burst 16kb", Link(12.5e6, burst_bytes=16384)),
         ("100mbit burst 32kbit", Link(12.5e6, burst_bytes=4096)),
-        ("100mbit BURST 1600", Link(12.5e6, burst_bytes=1600)),
         ("100mbit limit 2MiB mtu 9000", Link(12.5e6, limit_bytes=2 * 1024**2, mtu=9000)),
         ("100mbit burst 2000 latency 20ms", Link(12.5e6, burst_bytes=2000, limit_bytes=252_000)),
-        ("100mbit latency 500us burst 2000", Link(12.5e6, burst_bytes=2000, limit_bytes=8250)),
         ("mtu 1400 rate 1gbit", Link(125e6, mtu=1400)),
     ],
 )
@@ -59,17 +51,13 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
     ("text", "word", "said"),
     [
         ("fast", "fast", "not a rate"),
-        ("100Mb/s", "100Mb/s", "100mbit"),
-        ("-5mbit", "-5mbit", "not a rate"),
         ("100 mbit", "mbit", "no space"),
         ("100mbit bust 4k", "bust", "burst SIZE"),
-        ("100mbit burst", "burst", "needs a value"),
         ("100mbit mtu 1e3", "1e3", "not an integer"),
         ("100mbit burst 4k burst 8k", "burst 8k", "sets the burst again"),
         ("100mbit limit 1mb latency 2ms", "latency", "one of them"),
         ("100mbit delay 2km", "2km", "not a time"),
         ("100mbit delay 2ms 1ms 10ms", "10ms", "not a percentage"),
-        ("100mbit delay 2ms 3ms jitter 1ms", "jitter", "sets the jitter again"),
         ("100mbit loss 0.1", "0.1", "not a percentage"),
         ("100mbit loss 101%", "101%", "more than 100%"),
         ("100mbit delay 1ms distribution normal", "distribution", "applies to jitter"),
@@ -83,7 +71,6 @@ def test_words_after_the_rate(text: str, expected: Link) -> None:
         ("up 5mbit down", "down", "nothing follows"),
         ("up 5mbit up 6mbit", "up 6mbit", "given twice"),
         ("up 5mbit mtu 9000 down 6mbit", "6mbit", "use the same for both"),
-        ("up 5mbit delay 1ms down 6mbit delay 1x", "1x", "not a time"),
     ],
 )
 def test_an_error_points_to_the_word(text: str, word: str, said: str) -> None:
@@ -105,7 +92,6 @@ def test_an_error_points_to_the_word(text: str, word: str, said: str) -> None:
         ("burst 4k", "no rate is given"),
         ("0mbit", "at least"),
         ("100mbit burst 1513", "1514"),
-        ("100mbit mtu 9000 burst 4k", "9014"),
         ("100mbit limit 100", "limit is 100 bytes"),
         ("100mbit mtu 100", "576 to 65535"),
         ("100mbit limit 5gb", "below 4gb"),
@@ -127,15 +113,12 @@ def test_values_with_which_nothing_would_pass_are_refused(text: str, said: str) 
     [
         ("delay 5ms", Impairment(delay_seconds=5e-3)),
         ("delay 100", Impairment(delay_seconds=100e-6)),
-        ("delay 5ms 1ms", Impairment(5e-3, 1e-3)),
         ("delay 5ms 1ms 25%", Impairment(5e-3, 1e-3, 0.25)),
         ("delay 5ms jitter 1ms 25% distribution Pareto", Impairment(5e-3, 1e-3, 0.25, "pareto")),
         ("delay 5ms 1ms distribution normal", Impairment(5e-3, 1e-3, distribution="normal")),
         ("loss 0.1%", Impairment(loss=Chance(0.001))),
         ("loss random 1% 50%", Impairment(loss=Chance(0.01, 0.5))),
-        ("drop 1%", Impairment(loss=Chance(0.01))),
         ("loss gemodel 1% 10%", Impairment(loss=Bursts(0.01, 0.1))),
-        ("loss gemodel 1%", Impairment(loss=Bursts(0.01, 0.99))),
         ("loss gemodel 1% 10% 70% 0.1%", Impairment(loss=Bursts(0.01, 0.1, 0.7, 0.001))),
         ("duplicate 2% corrupt 3% 10%", Impairment(duplicate=Chance(0.02), corrupt=Chance(0.03, 0.1))),
         ("delay 1ms reorder 25% 50% gap 5", Impairment(1e-3, reorder=Chance(0.25, 0.5), gap=5)),
@@ -203,11 +186,8 @@ def test_a_size_means_the_same_everywhere() -> None:
         (["1=25"], r"25 \(2500%\) of a core: .*1=25% or 1=0\.25"),
         (["1=0.05%"], "least that can be enforced is 0.1%"),
         ([""], r"'' is not a host with its share of one core: pass one like 2=25% or 2=0\.25"),
-        (["1=-5%"], "'-5%' is not a share of a core: pass one like 25% or 0.25"),
-        (["1=nan"], "like 25%"),
         (["1:25%"], "like 2=25%"),
         (["\N{SUPERSCRIPT ONE}=25%"], "like 2=25%"),
-        (["9" * 5000 + "=25%"], "like 2=25%"),
     ],
 )
 def test_texts_that_are_none(texts: list[str], said: str) -> None:

@@ -157,11 +157,6 @@ class Machines:
             return self._cpu_limiter.command(host, prefix, argv)
         return [*prefix, *argv]
 
-    def qdiscs(self) -> str:
-        """Return tc's report of how the bridge's ports are shaped and what crossed them; "" without a bridge."""
-        line = [reaper.tool("tc"), "-s", "-n", f"{self.id}-switch", "qdisc", "show"]
-        return subprocess.run(line, capture_output=True, text=True, check=False).stdout
-
     def check(self) -> None:
         """Check that the network is still there. Raise FabricError: the switch process has ended."""
         if self._switch is not None:

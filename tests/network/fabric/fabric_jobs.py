@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,7 +15,7 @@ import torch.distributed as dist
 
 from penstock._base.errors import FabricError
 from penstock.distributed import host_clock
-from penstock.network.fabric.algorithms import ENGINE, algorithms, generate
+from penstock.network.fabric.algorithms import ENGINE, generate
 from penstock.network.fabric.emulation import clock, probe
 from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.collectives import Engine, Message, Stepwise, Wire, check_result
@@ -25,79 +24,40 @@ from penstock.network.fabric.emulation.payload import TYPES, Participant
 from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.emulation.trials import Trials
-from penstock.network.fabric.steps import REDUCES, Collective, StepList
-from penstock.network.fabric.workload import DEFAULT_DTYPES, Op, Transfer, Workload
+from penstock.network.fabric.steps import Collective, StepList
+from penstock.network.fabric.workload import Op, Transfer, Workload
 
 CPU = torch.device("cpu")
-DTYPES = {size: TYPES[name] for size, name in DEFAULT_DTYPES.items()}
+Case = tuple[Collective, str, int, str, Op, tuple[int, ...]]
+"""A collective, its algorithm, elements and their type, what reduces them, and their shares."""
 
 
-def place_of(rank: int, collective: Collective, elements: int, element_bytes: int = 4) -> Participant:
-    """Of a transfer among all ranks; of the first two, where it is a message."""
+def part_of(rank: int, case: Case) -> Stepwise | Engine | None:
+    """A rank's part in a transfer among all ranks; of the first two, where it is a message."""
+    collective, algorithm, elements, dtype, op, shares = case
     members = tuple(range(2 if collective == "send" else dist.get_world_size()))
-    transfer = Transfer(f"{collective} of {elements}", elements * element_bytes, collective)
-    return Participant(transfer, members, rank, elements, 3, DTYPES[element_bytes])
-
-
-def part_of(place: Participant, algorithm: str, wire: Wire) -> Stepwise | Engine:
+    if rank not in members:
+        return None
+    transfer = Transfer("t", elements * TYPES[dtype].itemsize, collective, shares=shares)
+    place = Participant(transfer, members, rank, elements, 3, TYPES[dtype], op)
     if algorithm == ENGINE:
         return Engine(place, None, CPU)
-    return Stepwise(place, generate(place.collective, algorithm, len(place.members)), wire, CPU)
+    return Stepwise(place, generate(collective, algorithm, len(members), shares=shares), Wire(), CPU)
 
 
-def everything(rank: int, sizes: Sequence[int]) -> tuple[int, list[str]]:
-    """Every collective by every algorithm, in every size, and one of them in every type: how many, what was wrong."""
-    count, faults = 0, []
-    collectives: tuple[Collective, ...] = get_args(Collective)
-    kinds = [(size, 4) for size in sizes] + [(sizes[-1], element_bytes) for element_bytes in DTYPES]
-    for collective, (elements, element_bytes) in itertools.product(collectives, kinds):
-        place = place_of(rank, collective, elements, element_bytes)
-        if rank not in place.members:
+def everything(rank: int, cases: Sequence[Case]) -> list[str]:
+    """What is wrong with them."""
+    faults = []
+    for case in cases:
+        if (part := part_of(rank, case)) is None:
             continue
-        for algorithm in (*algorithms(collective), ENGINE):
-            what = f"{collective} by {algorithm}, {elements} of {element_bytes} bytes"
-            part = part_of(place, algorithm, Wire())
-            fault = check_result(part)
-            if fault is not None:
-                faults.append(f"{what}: {fault}")
-            if (part.result() is None) != (place.expected(part.elements) is None):
-                faults.append(f"{what}: rank {rank} is checked for no result, or has none")
-            if part.elements < elements:
-                faults.append(f"{what}: only {part.elements} are sent")
-            count += 1
-    return count, faults
-
-
-def in_every_type(rank: int) -> tuple[int, list[str]]:
-    """Every op on numbers of every type that has it, by step lists and by the engine, which has an op of its own."""
-    count, faults = 0, []
-    kinds: tuple[tuple[Collective, str], ...] = (
-        ("all_reduce", "ring"), ("all_reduce", ENGINE), ("reduce_scatter", "pairwise"), ("reduce", "binomial"),
-        ("reduce", ENGINE), ("all_to_all", "pairwise"), ("sendrecv", ENGINE),
-    )  # fmt: skip
-    for (name, dtype), op, (collective, algorithm) in itertools.product(TYPES.items(), get_args(Op), kinds):
-        if op == "avg" and (algorithm == ENGINE or not dtype.is_floating_point):
-            continue
-        place = replace(place_of(rank, collective, 29), dtype=dtype, op=op if collective in REDUCES else "sum")
-        fault = check_result(part_of(place, algorithm, Wire()))
-        count += 1
-        if fault is not None:
-            faults.append(f"{op} of {name}, {collective} by {algorithm}: {fault}")
-    return count, faults
-
-
-def uneven(rank: int, every: Sequence[tuple[int, ...]]) -> list[str | None]:
-    """All-to-alls with shares, by all that can do them: what was wrong."""
-    found = []
-    for shares, elements, algorithm in itertools.product(every, (1, 64, 1001), ("pairwise", "direct", ENGINE)):
-        place = place_of(rank, "all_to_all", elements)
-        place = replace(place, transfer=replace(place.transfer, shares=shares))
-        if algorithm == ENGINE:
-            part: Stepwise | Engine = Engine(place, None, CPU)
-        else:
-            part = Stepwise(place, generate("all_to_all", algorithm, len(shares), shares=shares), Wire(), CPU)
-        found.append(check_result(part))
-    return found
+        if (fault := check_result(part)) is not None:
+            faults.append(f"{case}: {fault}")
+        if (part.result() is None) != (part.participant.expected(part.elements) is None):
+            faults.append(f"{case}: rank {rank} is checked for no result, or has none")
+        if part.elements < case[2]:
+            faults.append(f"{case}: only {part.elements} are sent")
+    return faults
 
 
 class Spoiling(Wire):
@@ -132,14 +92,12 @@ class Slow(Wire):
 
 def without_each_move(rank: int, collective: Collective, algorithm: str) -> list[list[str | None]]:
     """For each move of a step list: what is wrong without it, right from the start and after a right result."""
-    place = place_of(rank, collective, 12)
-    whole = generate(collective, algorithm, len(place.members))
-    right = part_of(place, algorithm, Wire())
+    right = part_of(rank, (collective, algorithm, 12, "float32", "sum", ()))
+    assert isinstance(right, Stepwise)
     assert check_result(right) is None
-    found = []
-    for steps in _shortened(whole):
+    place, found = right.participant, []
+    for steps in _shortened(generate(collective, algorithm, len(place.members))):
         fresh, used = Stepwise(place, steps, Wire(), CPU), Stepwise(place, steps, Wire(), CPU)
-        assert isinstance(right, Stepwise)
         used._memory.copy_(right._memory)
         found.append([check_result(fresh), check_result(used)])
     return found

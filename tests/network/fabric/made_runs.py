@@ -18,6 +18,10 @@ SIZES = (2600, 33024, 131584, 803840)
 """Of the gradients of 784-256-128-64-10 in backward order."""
 
 SLOW_RANK = 2
+HOST = {
+    "kernel": "6.1.0", "congestion_control": "bbr", "offloads": "tcp-segmentation-offload: on",
+    "qdiscs": "qdisc tbf 8001: dev eth0 root rate 100Mbit burst 32Kb lat 50ms",
+}  # fmt: skip
 
 
 def made_workload(sizes: Sequence[int] = SIZES, compute_seconds: float = 1e-3) -> Workload:
@@ -57,7 +61,6 @@ def made_run(
         for number, transfer in enumerate(workload.transfers):
             ranks = transfer.ranks or tuple(range(hosts))
             into = np.array([free[rank] for rank in ranks]) + transfer.compute_seconds * 1e9
-            into *= 1.0
             into[[rank == SLOW_RANK for rank in ranks]] += draw.exponential(200e3) if SLOW_RANK in ranks else 0
             ideal = rounds * 100e3 + transfer.bytes * 8 / 0.1 * rounds / hosts
             took = ideal * slower * 1.05 * draw.lognormal(0, 0.04)
@@ -115,42 +118,10 @@ def _record(workload: Workload, hosts: int, asked: int, trials: int) -> dict[str
         "seed": 0,
         "link": "100mbit",
         "links": links,
-        "network": {
-            "hosts": hosts,
-            "shaper": "tbf",
-            "remarks": [],
-            "link": "100mbit",
-            "own": {},
-            "rates": {way: [12.5e6] * hosts for way in ("up", "down")},
-            "mtu": 1500,
-            "background": [],
-            "slow": {},
-            "held_back_by": None,
-        },
+        "network": {"shaper": "tbf", "link": "100mbit", "rates": {way: [12.5e6] * hosts for way in ("up", "down")}},
         "clock": [{"offset_ns": 1200 * rank, "uncertainty_ns": 900 if rank else 0} for rank in range(hosts)],
-        "cpu": [
-            {
-                "cpu_seconds": 1.5,
-                "wall_seconds": 20.0,
-                "steal": 0.0,
-                "involuntary_switches": 12,
-            }
-            for _ in range(hosts)
-        ],
-        "environment": [
-            {
-                "host": f"host{rank}",
-                "kernel": "6.1.0",
-                "torch": "2.13.0",
-                "python": "3.11.2",
-                "congestion_control": "bbr",
-                "interfaces": {"eth0": {"mtu": 1500}},
-                "qdiscs": "qdisc tbf 8001: dev eth0 root rate 100Mbit burst 32Kb lat 50ms",
-                "offloads": "tcp-segmentation-offload: on",
-                "cores": 2,
-            }
-            for rank in range(hosts)
-        ],
+        "cpu": [{"cpu_seconds": 1.5, "wall_seconds": 20.0, "steal": 0.0, "involuntary_switches": 12}] * hosts,
+        "environment": [{"host": f"host{rank}", **HOST} for rank in range(hosts)],
         "machine_cores": 2,
         "shared_machine": True,
         "complete": asked <= trials,

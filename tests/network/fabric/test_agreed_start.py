@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import fabric_jobs as jobs
 import numpy as np
@@ -81,3 +82,17 @@ def test_hosts_that_take_no_part_are_no_end_of_a_run(ranks3: Ranks) -> None:
     assert (stamps[:, :2] > 0).all()
     assert (stamps[:, 2] == -1).all()
     assert {row[2] for row in rows} == {0, 1}
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("ahead_ns", "passes", "estimates"), [(0, 30.0, 1), (10**12, 0.0, 1), (10**12, 30.0, 4)])
+def test_clocks_are_measured_again_where_they_differ_and_time_has_gone_by(
+    ranks2: Ranks, ahead_ns: int, passes: float, estimates: int
+) -> None:
+    """Three trials; before each so many seconds go by."""
+    spec = Spec(Workload.from_sizes([4]), 2, measures_links=False)
+    found: list[Any] = ranks2.run(jobs.on_other_clocks, spec, ahead_ns, passes)
+    assert [one[3] for one in found] == [estimates] * 2
+    began, ended, stamps, _ = found[0]
+    assert (stamps > began - 10 * 10**9).all(), "they are of one clock, whatever a host's own reads"
+    assert (stamps < ended + 10 * 10**9).all()

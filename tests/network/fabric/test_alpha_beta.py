@@ -39,10 +39,6 @@ def fit_link(points: Iterable[tuple[float, float]]) -> LinkFit:
 def test_bus_bandwidth_is_by_the_convention_of_nccl_tests(kind: str, factor: float) -> None:
     """doc/PERFORMANCE.md of nccl-tests, and its source for gather; of four ranks."""
     assert busbw_factor(kind, 4) == factor
-
-
-def test_bus_bandwidth_of_an_uneven_all_to_all_is_that_of_the_busiest_port() -> None:
-    assert busbw_factor("all_to_all", 4, (1, 1, 1, 1)) == 0.75
     assert busbw_factor("all_to_all", 4, (5, 1, 1, 1)) == 3 * 5 / 8, "into the first"
     assert busbw_factor("all_to_all", 4, (2, 2, 2, 0)) == 1, "out of the last"
 

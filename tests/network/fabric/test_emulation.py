@@ -9,10 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
-from typing import get_args
 
 import fabric_jobs as jobs
 import numpy as np
@@ -21,32 +19,19 @@ from host_processes import Seen, kill_rank, processes
 
 from cli.command_line import as_json
 from network.makers import wait_until
-from penstock._base import owner
 from penstock._base.errors import ArgumentError, FabricError
 from penstock._base.files import validate
-from penstock.network.fabric.algorithms import algorithms
-from penstock.network.fabric.emulation import coordinate, rendezvous
+from penstock.network.fabric.emulation import rendezvous
 from penstock.network.fabric.emulation.coordinate import emulate
 from penstock.network.fabric.emulation.rendezvous import Members, explain_failure, first_line, join
 from penstock.network.fabric.emulation.spec import Spec, default_algorithm
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
-from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.workload import Transfer, Workload
 from scaffolding.ranks import Ranks
 
 pytestmark = pytest.mark.distributed
 
 ENDLESS = 10_000_000
-DEAF = """
-import os, pathlib, signal, sys, time
-signal.signal(signal.SIGINT, signal.SIG_IGN)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-folder, rank = pathlib.Path(sys.argv[1]), os.environ["RANK"]
-(folder / f"here-{rank}").touch()
-time.sleep(20)
-(folder / f"late-{rank}").touch()
-time.sleep(60)
-"""
 SECONDS = 60.0
 
 
@@ -186,45 +171,6 @@ def test_ctrl_c_takes_everything_down_and_reports(tmp_path: Path) -> None:
     assert not (folder / "report.html").exists(), "pictures take seconds, and whoever types Ctrl-C looks on"
 
 
-def test_hosts_that_see_no_signal_are_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As one that waits for another over the network. What would come twenty seconds after they begin never does."""
-    (tmp_path / "deaf_host.py").write_text(DEAF)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setattr(coordinate, "EMULATION", "deaf_host")
-    folder = tmp_path / "run"
-
-    def interrupt() -> None:
-        wait_until(lambda: len(list(folder.glob("here-*"))) == 2)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    typist = threading.Thread(target=interrupt)
-    typist.start()
-    with pytest.raises(KeyboardInterrupt):
-        emulate(Spec(Workload.from_sizes([400]), 2, trials=1), folder)
-    typist.join()
-    assert processes(str(folder)) == {}, "nothing runs any more when it returns"
-    assert list(folder.glob("late-*")) == []
-
-
-def test_a_run_that_is_still_on_keeps_its_folder(tmp_path: Path) -> None:
-    (tmp_path / SAMPLES).write_text("of the first")
-    hears, says = os.pipe()
-    child = os.fork()
-    if not child:
-        owner.claim(tmp_path, (holder := threading.Event()), "run")
-        os.write(says, b"o")
-        holder.wait()
-    os.read(hears, 1)
-    try:
-        with pytest.raises(ArgumentError, match=rf"^--out {tmp_path}: process {child} on .* is writing to it; pass"):
-            emulate(Spec(Workload.from_sizes([400]), 2, trials=1), tmp_path)
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
-    assert (tmp_path / SAMPLES).read_text() == "of the first"
-
-
 def _torchruns(monkeypatch: pytest.MonkeyPatch, **environment: str) -> None:
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_USE_AGENT_STORE"):
         monkeypatch.delenv(name, raising=False)
@@ -256,14 +202,6 @@ def test_what_gloo_says_is_one_line_without_its_source() -> None:
     error = RuntimeError(f"{said}. This is typically caused by a remote worker hanging.\nmore")
     assert first_line(error) == "Read error [127.0.0.1]:6352: Connection reset by peer"
     assert first_line(RuntimeError("[rank1] is gone")) == "[rank1] is gone"
-
-
-@pytest.mark.parametrize("collective", get_args(Collective))
-def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collective) -> None:
-    workload = Workload.from_sizes([4, 4, 64], collective)
-    spec = Spec(workload, 5, algorithm=default_algorithm(workload))
-    assert {spec.algorithm_for(place) for place in range(3)} == {algorithms(collective)[0]}
-    assert {transfer.ranks for transfer in workload.transfers} == {(0, 1) if collective == "send" else ()}
 
 
 def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() -> None:

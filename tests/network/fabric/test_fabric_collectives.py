@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import product
 from typing import Any, get_args
 
 import fabric_jobs as jobs
@@ -12,36 +14,37 @@ from penstock.network.fabric.algorithms import ENGINE, algorithms
 from penstock.network.fabric.emulation import clock, payload
 from penstock.network.fabric.emulation.spec import Spec
 from penstock.network.fabric.steps import Collective
-from penstock.network.fabric.workload import Op, Transfer, Workload
+from penstock.network.fabric.workload import DEFAULT_DTYPES, Op, Transfer, Workload
 from scaffolding.ranks import Ranks
 
 SIZES = (1, 1001, 7)
 """In elements: fewer than there are ranks, and no multiple of anything."""
 
-ON_TWO = sum(len(algorithms(one)) + 1 for one in get_args(Collective)) * (len(SIZES) + 4)
+
+def _cases(ranks: int) -> Iterator[jobs.Case]:
+    """Every collective by every algorithm, in every size, and one of them in every default type; every op on every type
+    that has it; and shares."""
+    for collective in get_args(Collective):
+        for algorithm in (*algorithms(collective), ENGINE):
+            yield from ((collective, algorithm, size, "float32", "sum", ()) for size in SIZES)
+            yield from ((collective, algorithm, 7, name, "sum", ()) for name in DEFAULT_DTYPES.values())
+    reduces: Any = (("all_reduce", "ring"), ("all_reduce", ENGINE), ("reduce_scatter", "pairwise"), ("reduce", ENGINE))
+    for (name, dtype), op, (collective, algorithm) in product(payload.TYPES.items(), get_args(Op), reduces):
+        if op != "avg" or (algorithm != ENGINE and dtype.is_floating_point):
+            yield collective, algorithm, 29, name, op, ()
+    for name, algorithm in product(payload.TYPES, ("pairwise", ENGINE)):
+        yield "all_to_all", algorithm, 29, name, "sum", ()
+    for shares, size in product([(5, 2, 1, 0), (0, 1, 3, 3), (1, 1, 2, 1)], (1, 64, 1001)):
+        yield from (
+            ("all_to_all", name, size, "float32", "sum", shares[:ranks]) for name in ("pairwise", "direct", ENGINE)
+        )
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("pool", ["ranks2", "ranks3", "ranks4"])
-def test_every_algorithm_gives_the_right_result(pool: str, request: pytest.FixtureRequest) -> None:
-    ranks: Ranks = request.getfixturevalue(pool)
-    found = ranks.run(jobs.everything, SIZES)
-    assert [fault for _, faults in found for fault in faults] == []
-    assert [count for count, _ in found[:2]] == [ON_TWO, ON_TWO]
-
-
-@pytest.mark.distributed
-def test_every_op_on_every_type_is_right_and_so_says_the_engine(ranks3: Ranks) -> None:
-    found = ranks3.run(jobs.in_every_type)
-    assert [fault for _, faults in found for fault in faults] == []
-    assert found[0][0] == 8 * 4 * 7 + 4 * 4
-
-
-@pytest.mark.distributed
-def test_an_uneven_all_to_all_gives_each_rank_its_share(ranks3: Ranks) -> None:
-    for faults in ranks3.run(jobs.uneven, [(5, 2, 1), (0, 1, 3), (1, 1, 2)]):
-        assert len(faults) == 27
-        assert set(faults) == {None}
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_every_algorithm_gives_the_right_result(ranks: int, request: pytest.FixtureRequest) -> None:
+    pool: Ranks = request.getfixturevalue(f"ranks{ranks}")
+    assert [fault for faults in pool.run(jobs.everything, [*_cases(ranks)]) for fault in faults] == []
 
 
 @pytest.mark.distributed

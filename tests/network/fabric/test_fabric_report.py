@@ -26,7 +26,6 @@ from penstock.network.fabric.views.page import page, write_page
 from penstock.network.fabric.views.plots import Scale, _timeline, draw
 from penstock.network.fabric.views.text import show, show_comparison
 from penstock.network.fabric.workload import Transfer, Workload
-from penstock.report.frame import base_style
 from scaffolding.browser import barriers
 
 
@@ -60,17 +59,9 @@ def test_a_percentile_with_too_few_samples_says_how_many_it_takes():
     assert row(text, "fc1")[5:7] == ["n/a", "n/a"]
     assert "p99 needs 368, p99.9 needs 3,688" in " ".join(text.split())
     assert "n/a:" not in shown(made_run(4500, steps=False))
-
-
-@pytest.mark.parametrize("width", [60, 80, 100])
-def test_tables_fit_a_narrow_terminal_however_long_the_names(width: int):
-    name = "transformer.h.11.mlp.down_projection.weight"
-    workload = Workload("gpt", (Transfer(name, 40_000_000), Transfer("head", 4000, "all_gather")))
-    text = shown(made_run(400, workload=workload), max(width, 70))
-    table = [line for line in text.splitlines() if "weight" in line]
-    assert len(table) == 2
-    assert all(len(line) <= max(width, 70) for line in table)
-    assert all(name[-11:] in line for line in table)
+    long = (Transfer("transformer.h.11.mlp.down_projection.weight", 40_000_000), Transfer("head", 4000, "all_gather"))
+    lines = [line for line in shown(made_run(400, workload=Workload("gpt", long)), 70).splitlines() if "weight" in line]
+    assert [len(line) <= 70 and "tion.weight" in line for line in lines] == [True, True], "however long the names"
 
 
 def test_warnings_say_what_is_missing_and_that_processors_were_the_limit():
@@ -115,10 +106,6 @@ def test_a_mean_that_its_trials_hardly_bound_has_no_margin():
     assert "\u00b1n/a</td>" in page(wild, results(wild))
 
 
-def test_what_was_fitted_is_shown():
-    assert re.search(r"^fit       all_reduce: alpha .*, 1/beta .* Mbit/s; at most \d+% off$", shown(made_run(40)), re.M)
-
-
 def test_a_run_without_a_whole_trial_is_shown():
     run = made_run(0, asked=100)
     text = shown(run)
@@ -160,13 +147,10 @@ def test_two_runs_are_shown_with_what_differs(width: int):
     assert all(len(line) <= width for line in text.splitlines())
     assert ("p99 A" in text) == (width > 80)
     assert "No difference shown" in compared(a, a, width)
-
-
-def test_transfers_of_one_run_only_are_named():
-    few = [Transfer("fc1", 4000), Transfer("new", 4000)]
-    text = compared(made_run(5, workload=Workload("a", tuple(few))), made_run(5, workload=Workload("b", (few[0],))))
-    assert "only in A: new" in text
-    assert "too few samples" in text
+    new = made_run(5, workload=Workload("b", (*made_workload().transfers, Transfer("new", 4000))))
+    few = compared(made_run(5), new, width)
+    assert "only in B: new" in few
+    assert "too few samples" in few
 
 
 # -- nccl-tests -------------------------------------------------------------------------------------------------------
@@ -261,26 +245,15 @@ def test_ticks_are_within_their_axis_and_leave_room_for_labels(low: float, ratio
     assert all(10 - 1e-6 <= place <= 10 + pixels + 1e-6 for place in at)
     assert all(np.diff(at) >= 60 - 1e-6)
     assert ticks or ratio < 4, "an axis that is not short has ticks"
-
-
-def test_times_that_hardly_differ_have_more_than_one_tick() -> None:
-    assert len(Scale(12.5e-3, 18e-3, 66, 316, is_log=True).ticks(56)) > 2
-
-
-def test_penstock_report_shows_a_run_in_the_frame_of_all_pages(tmp_path: Path):
-    write_run(made_run(20), tmp_path)
-    assert output("report", str(tmp_path)) == f"wrote {tmp_path / 'report.html'}\n"
-    text = (tmp_path / "report.html").read_text()
-    stored = Run.read(tmp_path)
-    assert text == page(stored, results(stored))
-    assert base_style() in text
+    assert len(Scale(12.5e-3, 18e-3, 66, 316, is_log=True).ticks(56)) > 2, "of times that hardly differ"
 
 
 @pytest.mark.parametrize(("size", "dark"), [("wide", True), ("phone", False)])
 def test_axe_finds_nothing(open_page: Any, tmp_path: Path, size: str, dark: bool):
     write_run(made_run(20), tmp_path)
+    assert output("report", str(tmp_path)) == f"wrote {tmp_path / 'report.html'}\n"
     stored = Run.read(tmp_path)
-    (tmp_path / "report.html").write_text(page(stored, results(stored)))
+    assert (tmp_path / "report.html").read_text() == page(stored, results(stored))
     assert barriers(open_page(tmp_path / "report.html", size=size, dark=dark)) == []
 
 
@@ -314,7 +287,7 @@ def test_the_page_needs_no_network_and_has_everything(tmp_path: Path):
     words = " ".join(" ".join(found.words).split())
     for wanted in (
         "120 of 200 trials", "missing: rank 2 left in trial 120", "bbr", "qdisc tbf 8001", "tcp-segmentation-offload",
-        "6.1.0", "2.40us ±900ns", "host3", "Slowest trial", "fc1",
+        "6.1.0", "2.40us ±900ns", "host3", "Slowest trial", "fc1", "% 8% 12 2.40us",
     ):  # fmt: skip
         assert wanted in words, wanted
 
@@ -328,10 +301,3 @@ def test_names_are_escaped():
     assert found.scripts == 0
     assert bad in " ".join(found.words)
     assert "$x_1$" in texts(draw(run, results(run))["cdf"])  # no formula
-
-
-def test_the_page_says_of_each_rank_what_it_did(tmp_path: Path):
-    run = made_run(100)
-    text = " ".join(" ".join(Links(page(run, results(run))).words).split())
-    last = (run.start_ns.argmax(axis=2) == SLOW_RANK).mean()
-    assert re.search(rf"{SLOW_RANK} host{SLOW_RANK} .* {last:.0%} 8% 12 2\.40us", text)

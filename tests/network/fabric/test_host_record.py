@@ -32,8 +32,13 @@ def test_hosts_of_one_machine_are_told_apart() -> None:
     assert found[0]["cores"] == 2
 
 
-def test_without_tc_and_interface_there_is_null(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_tc_and_interface_and_where_a_machine_does_not_tell_there_is_null(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(record, "tool", "/nowhere/{}".format)
+    monkeypatch.setattr(record, "_machine_time", lambda: None)
+    used = cpu_since(cpu_usage())
+    assert used["busy"] is used["steal"] is None
     found = json.loads(json.dumps(environment("nothing0")))
     assert found["qdiscs"] is None
     assert found["offloads"] is None
@@ -62,11 +67,3 @@ def test_processor_time_is_that_of_all_threads_and_waiting_is_not_work() -> None
         assert 0 < used["busy"] <= 1
         assert used["steal"] is not None
         assert 0 <= used["steal"] <= 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads what Linux tells")
-def test_a_machine_that_does_not_tell_gives_null(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(record, "_machine_time", lambda: None)
-    used = cpu_since(cpu_usage())
-    assert used["busy"] is None
-    assert used["steal"] is None

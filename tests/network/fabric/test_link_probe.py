@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from dataclasses import replace
 
 import fabric_jobs as jobs
+import numpy as np
 import pytest
-from made_network import TwoHosts
 
 from penstock.network.fabric.emulation import probe
 from penstock.network.fabric.emulation.probe import (
@@ -24,23 +23,17 @@ from scaffolding.ranks import Ranks
 SPEC = Spec(Workload.from_sizes([4]), 2)
 
 
-@pytest.mark.parametrize(
-    ("mbit", "delay", "avoids"),
-    [*itertools.product((10, 100, 1000), (0.0, 0.001, 0.01, 0.05), (False,)), (10, 0.05, True)],
-)
-def test_both_ends_measure_what_the_link_is(
-    mbit: float, delay: float, avoids: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Within the 5 % that is promised, or 0.2 ms; over a link whose times are made, so that no machine adds to them."""
-    hosts = TwoHosts(mbit * 125e3, delay, avoids=avoids)
-    monkeypatch.setattr(probe, "dist", hosts)
-    monkeypatch.setattr(probe, "time", hosts)
-    first, other = hosts.run(lambda: probe.measure((0, 1), hosts))
-    assert set(first) == {(0, 1), (1, 0)}
-    assert first == other
-    for found in first.values():
-        assert found.bytes_per_second == pytest.approx(mbit * 125e3, rel=0.05)
-        assert found.latency_seconds == pytest.approx(delay, rel=0.05, abs=0.2e-3)
+@pytest.mark.parametrize("mbit", [10, 1000])
+def test_a_stream_is_measured_in_its_steady_half(mbit: float) -> None:
+    """Within the 5 % that is promised, although it starts slowly, and its receiver wakes late now and then."""
+    chunk = 10**6
+    apart = np.full(probe.CHUNKS, chunk / (mbit * 125e3))
+    apart[:8] *= 9  # TCP's slow start
+    late = np.where(np.arange(probe.CHUNKS) % 7 == 5, 0.7 * apart[-1], 0.0)
+    found = probe.compute_pace(np.cumsum(apart) + late, chunk)
+    assert found.bytes_per_second == pytest.approx(mbit * 125e3, rel=0.05)
+    assert found.steady
+    assert not probe.compute_pace(np.cumsum(apart / np.linspace(1, 2, probe.CHUNKS)), chunk).steady, "it still grows"
 
 
 @pytest.mark.distributed
@@ -103,4 +96,3 @@ def test_latency_is_what_is_left_of_a_trip_through_ends_of_their_own(
     found = split_round_trip(trip_ms * 1e-3, {(0, 1): 1e5, (1, 0): 1e5}, ends)
     for way, latency in zip(((0, 1), (1, 0)), latencies_ms, strict=True):
         assert found[way].latency_seconds == pytest.approx(latency * 1e-3, abs=2e-6)
-        assert found[way].missing_seconds == 0

@@ -99,14 +99,21 @@ class Run:
             raise ArgumentError(f"{no_run}: {error}") from None
         if hosts * len(transfers) > MAX_VALUES:
             raise ArgumentError(f"{folder / RUN}: {len(transfers):,} transfers of {hosts:,} hosts are too many")
+        if not all(transfer.fits(hosts) for transfer in transfers):
+            raise ArgumentError(f"{folder / RUN}: the workload has ranks that are not among the {hosts:,} hosts")
         takes_part = np.array([[not t.ranks or rank in t.ranks for rank in range(hosts)] for t in transfers])
         of_trial = np.argwhere(takes_part)  # the transfer and the rank of each row of a trial
-        trials = len(table) // len(of_trial) if len(of_trial) else 0
-        expected = np.column_stack([np.repeat(np.arange(trials), len(of_trial)), np.tile(of_trial, (trials, 1))])
-        order = np.lexsort(table[:, 2::-1].T)[: len(expected)]  # without the rows of a trial that was cut off
-        rows = table[order]
-        if (wrong := (rows[:, :3] != expected).any(1) | (rows[:, 4] < rows[:, 3])).any():
-            line, row, right = (next(iter(column[wrong])) for column in (order + 2, rows, expected))
+        trials = len(table) // len(of_trial)
+        whole, every = trials * len(of_trial), np.arange(trials + 1)  # and one that may have been cut off
+        expected = np.column_stack([np.repeat(every, len(of_trial)), np.tile(of_trial, (trials + 1, 1))])
+        order = np.lexsort(table[:, 2::-1].T)
+        rows, left = table[order], iter(expected[whole:].tolist())
+        # Some rows of the last trial, in order: `in` moves on to where it finds one.
+        foreign = np.array([row not in left for row in rows[whole:, :3].tolist()], bool)
+        wrong = np.append((rows[:whole, :3] != expected[:whole]).any(1), foreign) | (rows[:, 4] < rows[:, 3])
+        if wrong.any():
+            first = wrong.argmax()
+            line, row, right = order[first] + 2, rows[first], expected[first]
             raise ArgumentError(
                 f"{folder / SAMPLES} is damaged: line {line}, {','.join(map(str, row))}: expected trial, transfer and "
                 f"rank {','.join(map(str, right))} once, with an end after the start. Restore the file as the run "
@@ -114,7 +121,7 @@ class Run:
             )
         start = np.full((trials, *takes_part.shape), -1, np.int64)
         end = start.copy()
-        start[:, takes_part], end[:, takes_part] = rows[:, 3:].T.reshape(2, trials, len(of_trial))
+        start[:, takes_part], end[:, takes_part] = rows[:whole, 3:].T.reshape(2, trials, len(of_trial))
         return cls(record, start, end, rounds)
 
     @cached_property
@@ -262,7 +269,6 @@ _Number = Annotated[str, Field(pattern=r"^\d{1,5}$")]
 # fmt: off
 MeasuredLink = TypedDict("MeasuredLink", {
     "from": _Count, "to": _Count, "latency_seconds": _Seconds, "bytes_per_second": _Rate | None,
-    "missing_seconds": NotRequired[_Seconds],
 })
 Network = TypedDict("Network", {
     "hosts": _HostCount, "shaper": str | None, "remarks": list[str], "link": str | None, "own": dict[_Number, str],
@@ -367,7 +373,6 @@ class RunRecord(Settings):
     complete: bool = False
     missing: str = ""
     version: int = 1
-    switch_qdiscs: str = ""
 
     @cached_property
     def topology(self) -> Topology | None:

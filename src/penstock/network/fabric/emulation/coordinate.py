@@ -82,8 +82,7 @@ def emulate(
             _update_record(folder, str(error))
             raise
     if machines is not None:
-        happened = [asdict(event) for event in outcome.happened]
-        _update_record(folder, switch_qdiscs=machines.qdiscs(), switch=machines.counters(), happened=happened)
+        _update_record(folder, switch=machines.counters(), happened=[asdict(event) for event in outcome.happened])
     if outcome.received:
         _update_record(folder, f"stopped by {signal.Signals(outcome.received).name}")
         raise KeyboardInterrupt(outcome.received)

@@ -70,13 +70,10 @@ class LinkMeasurement(NamedTuple):
     Attributes:
         latency_seconds: one way, without the time that the bytes take at the link's rate.
         bytes_per_second: of message bytes, so without headers; None if the clock cannot resolve it.
-        missing_seconds: how much sooner the message arrived than its bytes alone allow, judging by what is known about
-            the link. If it is positive, the latency is reported as 0, and is uncertain by this much.
     """
 
     latency_seconds: float
     bytes_per_second: float | None
-    missing_seconds: float = 0.0
 
 
 class Ends(NamedTuple):
@@ -131,7 +128,7 @@ def split_round_trip(
     for path, rate in rates.items():
         latency = ends[path].delay_seconds + remaining / 2
         bandwidth = None if rate == float("inf") else rate
-        measurements[path] = LinkMeasurement(max(latency, 0.0), bandwidth, max(-latency, 0.0))
+        measurements[path] = LinkMeasurement(max(latency, 0.0), bandwidth)
     return measurements
 
 

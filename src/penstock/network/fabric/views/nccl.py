@@ -86,21 +86,13 @@ def _mean(times: TransferTimes, collective: str, average: Average) -> float | No
 
 
 def _number(value: float | None, width: int) -> str:
-    """Format with as many decimals, at most two, as the digits before the decimal point leave room for."""
-    if value is None:
-        return f"{'N/A':>{width}}"
-    digits = len(str(int(value))) if value >= 1 else 0
-    if digits > width:
-        return f"{value:{width}.1e}" if width >= 7 else f"{value:{width}.0e}"
-    decimals = 2 if digits < width - 2 else 1 if digits < width - 1 else 0
-    return f"{value:{width}.{decimals}f}"
+    """Format with as many decimals, at most two, as fit."""
+    texts = ["N/A"] if value is None else [f"{value:{form}}" for form in (".2f", ".1f", ".0f", ".1e", ".0e")]
+    return f"{next((text for text in texts if len(text) <= width), texts[-1]):>{width}}"
 
 
-def _bandwidth(value: float | None, width: int = 6) -> str:
+def _bandwidth(value: float | None) -> str:
     """Format as `_number` does, but with two significant digits where that gives 0.00 (slow links): 0.0012, 1.2e-4."""
     if value is None or not 0 < value < 0.005:
-        return _number(value, width)
-    if value >= 0.00095:
-        return f"{value:{width}.4f}"
-    digits, _, power = f"{value:.1e}".partition("e")
-    return f"{f'{digits}e{int(power)}':>{width}}"
+        return _number(value, 6)
+    return f"{value:6.4f}" if value >= 0.00095 else f"{value:.1e}".replace("e-0", "e-").rjust(6)

@@ -107,13 +107,12 @@ def _ranks(run: Run, results: dict[str, Any]) -> list[list[str]]:
 def _environment(run: Run) -> list[tuple[str, str]]:
     """Return (title, text) pairs: the run's settings, the workload, and each host, with identical hosts together."""
     settings = asdict(run.record)
-    workload, ports = settings.pop("workload"), settings.pop("switch_qdiscs")
+    workload = settings.pop("workload")
     hosts: dict[str, list[int]] = {}
     for rank, host in enumerate(settings.pop("environment")):
         hosts.setdefault(_pairs({key: value for key, value in host.items() if key != "host"}), []).append(rank)
     return [
         *((f"Host of rank{'s' if len(r) > 1 else ''} {', '.join(map(str, r))}", text) for text, r in hosts.items()),
-        *([("Ports of the switch", ports)] if ports else []),
         ("Settings, links, clocks and processors", _pairs(settings)),
         ("Workload", _pairs(workload)),
     ]

@@ -147,9 +147,7 @@ def _link(measured: Sequence[MeasuredLink]) -> str:
     latencies = [seconds(value) for value in sorted(link["latency_seconds"] for link in measured)]
     bandwidths = sorted(link["bytes_per_second"] for link in measured if link["bytes_per_second"])
     rates = f", {bits(*dict.fromkeys((bandwidths[0], bandwidths[-1])))}" if bandwidths else ""
-    missing = max(float(link.get("missing_seconds") or 0.0) for link in measured)
-    remark = f" (0: a few bytes arrived up to {seconds(missing)} sooner than these rates allow)" if missing else ""
-    return f"alpha {_range(latencies)}{remark}{rates}"
+    return f"alpha {_range(latencies)}{rates}"
 
 
 def _fit(fit: dict[str, Any]) -> str:
