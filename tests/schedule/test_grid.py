@@ -3,20 +3,13 @@ from __future__ import annotations
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import add_communication, generate, grid, reduce_ties, split_backward
+from penstock.schedule import add_communication, generate, grid, reduce_ties
 
 
 def test_a_column_is_a_slot() -> None:
     assert grid(generate("gpipe", 2, 2)) == (
         "rank 0 | F0 F1 .  .  B0 B1\n"
         "rank 1 | .  F0 F1 B0 B1 ."
-    )  # fmt: skip
-
-
-def test_input_gradients_free_the_rank_below_early() -> None:
-    assert grid(split_backward(generate("gpipe", 2, 1))) == (
-        "rank 0 | F0 .  .  I0 W0\n"
-        "rank 1 | .  F0 I0 W0 ."
     )  # fmt: skip
 
 

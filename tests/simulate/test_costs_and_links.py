@@ -24,6 +24,7 @@ from penstock.schedule import (
 from penstock.schedule.order import earliest_times
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.search import search
 from scaffolding.some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.
@@ -131,6 +132,15 @@ def test_of_two_that_overlap_the_outputs_leave_when_both_have_ended() -> None:
     assert list(apart.tracks[1].start) == [2, 4, 14, 16]
 
 
+def test_two_that_overlap_take_what_the_forwards_microbatch_says() -> None:
+    schedule = Schedule.parse(
+        "x: 3 microbatches, stages on ranks 0\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2"
+    )
+    cost = StageCost(1, 2, 0)
+    costs = [[cost, replace(cost, overlapped_seconds=2.5), cost]]
+    assert list(simulate(schedule, costs).tracks[0].end)[2::2] == [3.5, 6.5]
+
+
 def test_an_overlap_that_waits_for_its_own_output_is_refused() -> None:
     schedule = Schedule.parse(
         "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F1 (0F0;0B1)OVERLAP_F_B 0B0\nrank 1: 1F0 1F1 1B1 1B0"
@@ -161,6 +171,13 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate(generate("gpipe", 3, 2), [StageCost(1, 1, 1)] * 2)
     with pytest.raises(ScheduleError, match="waits at 0B0"):
         simulate(Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0B0 0F0"), StageCost(1, 1, 1))
+    schedule, cost = generate("1f1b", 2, 4), StageCost(1, 1, 1)
+    with pytest.raises(ArgumentError, match="stage 1 has 3 costs for 4 microbatches; pass one, or one for each"):
+        simulate(schedule, [cost, [cost] * 3])
+    with pytest.raises(ArgumentError, match="stage 0: parameter_bytes is not the same for all microbatches"):
+        simulate(schedule, [[cost, cost, cost, replace(cost, parameter_bytes=1)], cost])
+    with pytest.raises(ArgumentError, match="the search takes one for each stage"):
+        search(Placement.loop(2), 4, [cost, [cost] * 4], seconds=1)  # type: ignore[list-item]
 
 
 def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
@@ -170,14 +187,15 @@ def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
         simulate(schedule, [*costs, costs[0]])
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_costs_that_are_none_are_refused(wrong: float) -> None:
-    with pytest.raises(ArgumentError, match="backward_weight_seconds"):
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e308, 1e100])
+def test_costs_that_are_none_and_numbers_whose_sums_could_be_infinite_are_refused(wrong: float) -> None:
+    with pytest.raises(ArgumentError, match=r"backward_weight_seconds=.*: expected a"):
         StageCost(1, 1, wrong)
-    with pytest.raises(ArgumentError, match="latency_seconds"):
+    with pytest.raises(ArgumentError, match=r"latency_seconds=.*: expected a"):
         LinkCost(wrong)
-    with pytest.raises(ArgumentError, match="bytes_per_second"):
-        LinkCost(0, 0)
+    for bandwidth in (0, 1e-308):
+        with pytest.raises(ArgumentError, match="bytes_per_second=.*: expected a bandwidth above"):
+            LinkCost(0, bandwidth)
 
 
 def test_ranks_that_begin_later() -> None:
@@ -190,13 +208,3 @@ def test_ranks_that_begin_later() -> None:
     for begin in ([1.0], [0.0, -1.0], [0.0, float("nan")]):
         with pytest.raises(ArgumentError, match="a time of 0 or more for each of 2 ranks"):
             simulate(schedule, cost, begin=begin)
-
-
-@pytest.mark.parametrize("number", [1e308, 1e100])
-def test_numbers_whose_sums_could_be_infinite_are_refused(number: float) -> None:
-    with pytest.raises(ArgumentError, match=r"forward_seconds=1e\+\d+: expected a number below 1e\+100"):
-        StageCost(number, 1, 1)
-    with pytest.raises(ArgumentError, match=r"latency_seconds=1e\+\d+: expected a number below 1e\+100"):
-        LinkCost(number)
-    with pytest.raises(ArgumentError, match=r"bytes_per_second=.*: expected a bandwidth above 1e-100"):
-        LinkCost(0, 1 / number)
