@@ -9,7 +9,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks/prediction"))
 
 from calibration import Host
 
-from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.plan import Cluster, FixedNumbers, Plan, Sizes, make_plans
 from penstock.simulate import LinkCost
@@ -61,9 +60,3 @@ def test_the_runtime_adds_to_each_action_of_the_slowest_way_through() -> None:
 def test_the_runtime_decides_between_few_stages_and_many() -> None:
     best = {each: _plans(2, ["1f1b", "interleaved-1f1b"], each)[0].choice for each in (0.0, 1.0)}
     assert best[0.0].chunks > best[1.0].chunks == 1
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
-def test_seconds_that_are_none_are_refused(seconds: float) -> None:
-    with pytest.raises(ArgumentError, match="action_seconds="):
-        Cluster(2, action_seconds=seconds)

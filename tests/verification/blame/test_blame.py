@@ -183,26 +183,20 @@ def test_renumbered_layers_are_known_by_their_weights() -> None:
     assert parts[1].tensors["1.0.bias"] == "layers.2.0.bias"
 
 
-def test_a_layer_left_out_is_the_one_whose_weights_nobody_has() -> None:
-    """As in DeepSpeed's PipelineModule, which numbers the layers that it is given from 0."""
+def test_what_has_no_number_of_its_own_is_named_by_weights_or_by_order() -> None:
+    """A layer that was left out, as in DeepSpeed's PipelineModule, which numbers from 0; weights that the script drew
+    itself; a frozen stage."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     stages = [part(0, nn.Sequential(model[0], model[2])), part(1, nn.ModuleDict({"2": model[3]}))]
     name_parts(stages, model)
     assert sorted(name for one in stages for name in one.modules.values()) == ["0", "2", "3"]
-
-
-def test_weights_that_the_script_drew_itself_are_named_by_order() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-    parts = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
-    name_parts(parts, model)
-    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
-
-
-def test_a_frozen_stage_is_known_by_its_weights() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).requires_grad_(False)
-    parts = [part(0, model[:2]), part(1, nn.Sequential(model[2], model[3]))]
-    name_parts(parts, model)
-    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    drawn = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
+    name_parts(drawn, model)
+    model.requires_grad_(False)
+    frozen = [part(0, model[:2]), part(1, nn.Sequential(model[2], model[3]))]
+    name_parts(frozen, model)
+    for parts in (drawn, frozen):
+        assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
 
 
 def test_weights_in_another_dtype_are_refused() -> None:
