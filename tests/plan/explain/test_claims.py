@@ -9,7 +9,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -51,20 +50,6 @@ def test_a_cut_at_a_module_that_was_profiled_in_parts_is_at_its_first() -> None:
     units = tuple(UnitCost(f"layers.{n}.{part}", 1.0, 1.0, 1.0) for n in (1, 10) for part in "ab")
     made = Profile(units, "cpu", "float32", {"layers.1.a.weight": (1, 1)})
     assert Prediction.of_profile(made, 2, ["layers.10"]).starts == (0, 2)
-
-
-@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
-def test_another_schedule_removes_no_host_overhead(name: str) -> None:
-    """Both parts of a backward take what the host does after a whole one: no more is saved than ranks wait besides."""
-    trial = trial_of(timeline(even, twice, ranks=2, microbatches=4))
-    host = np.zeros_like(trial.replay.host)
-    host[COMPUTE.index(Op.B)] = 1.0
-    trial = replace(trial, replay=replace(trial.replay, host=host))
-    (replay, *_) = change_schedule(trial.replay, name, trial.factors.rank).cases
-    assert (replay.host[[COMPUTE.index(Op.I)]] == 1.0).all()
-    busy = trial.replay.busiest_seconds + 4 - 1  # the host of all backwards but the last
-    change = trial.evaluate(change_schedule(trial.replay, name, trial.factors.rank), 0.0)
-    assert change.gain <= (trial.replay.step_seconds - busy) / trial.step.seconds + 1e-9
 
 
 stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
