@@ -6,19 +6,6 @@ from penstock._base.errors import ArgumentError
 from penstock.schedule import add_communication, generate, grid, reduce_ties
 
 
-def test_a_column_is_a_slot() -> None:
-    assert grid(generate("gpipe", 2, 2)) == (
-        "rank 0 | F0 F1 .  .  B0 B1\n"
-        "rank 1 | .  F0 F1 B0 B1 ."
-    )  # fmt: skip
-
-
-def test_stages_are_named_where_a_rank_has_several() -> None:
-    assert grid(generate("naive", 2, 1, stages_per_rank=2)).splitlines()[0] == (
-        "rank 0 | 0F0 .   2F0 .   .   2B0 .   0B0"
-    )
-
-
 def test_messages_and_reductions_take_no_slot() -> None:
     schedule = generate("1f1b", 3, 4)
     assert grid(reduce_ties(add_communication(schedule), [[0, 2]])) == grid(schedule)

@@ -121,22 +121,6 @@ def number_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> 
     return {"out of range"}
 
 
-@breaks
-def stage_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows)
-    # One more than the peer is no stage's message to itself.
-    rows[rank][index] = replace(rows[rank][index], stage=schedule.stages + 1)
-    return {"out of range"}
-
-
-@breaks
-def op_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows, lambda a: a.op.is_compute)
-    action = rows[rank][index]
-    rows[rank][index] = replace(action, op=data.draw(st.sampled_from(sorted({*"FBIW"} - {action.op.value})).map(Op)))
-    return {"missing", "repeated"}  # I and W need each other; B includes both
-
-
 @breaks_messages
 def swap_messages(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     """Two receives, or two sends, of one pair of ranks."""

@@ -86,19 +86,6 @@ def test_placing_them_again_changes_nothing(given: tuple[Schedule, int], message
     assert back == add_sharding(add_communication(schedule) if messages else schedule, stages_of(schedule))
 
 
-@given(windowed())
-def test_with_room_for_all_each_is_gathered_once(given: tuple[Schedule, int]) -> None:
-    schedule, _ = given
-    for row in add_sharding(schedule, stages_of(schedule), chunks_of(schedule)).rows:
-        actions = list(row)
-        used = dict.fromkeys(action.stage for action in actions if action.op.is_compute)
-        assert {a.stage for a in row if a.op is Op.UNSHARD} == used.keys()
-        assert len([a for a in row if a.op is Op.UNSHARD]) == len(used)
-    assert add_sharding(schedule, stages_of(schedule), chunks_of(schedule)) == add_sharding(
-        schedule, stages_of(schedule)
-    )
-
-
 @pytest.mark.parametrize(
     ("schedule", "chunks", "window", "row"),
     [

@@ -58,7 +58,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("address", ["/api/open", "/api/live"])
+@pytest.mark.parametrize("address", ["/api/open", "/api/live", "/report"])
 def test_names_that_lead_out_are_refused(studio: TestClient, address: str, name: str) -> None:
     refused = studio.get(address, params={"name": name})
     assert refused.status_code == 400
