@@ -275,21 +275,6 @@ def test_what_is_not_reported_runs_and_what_is_reported_does_not(data: st.DataOb
         assert not runs
 
 
-def test_a_deadlock_that_buffered_sends_have_too_is_told_of_these() -> None:
-    """With sends that wait, the ranks stand at an earlier place already: both send before they post."""
-    schedule = Schedule.parse(
-        "x: 2 microbatches, stages on ranks 0 1 1 0\n"
-        "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1 "
-        "3B0 3SEND_B0 0RECV_B0 0B0 3B1 3SEND_B1 0RECV_B1 0B1\n"
-        "rank 1: 1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 "
-        "2RECV_B0 2RECV_B1 2B1 2B0 1B0 1SEND_B0 1B1 1SEND_B1"
-    )
-    (found,) = [violation for violation in check(schedule) if violation.fatal]
-    assert found.text == (
-        "with buffered sends, rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 2B1 for 3B1 of rank 0"
-    )
-
-
 def test_parameters_may_be_gathered_and_let_go_several_times_but_in_turns() -> None:
     def stage(row: str) -> Schedule:
         return Schedule.parse(f"x: 1 microbatch, stages on ranks 0\nrank 0: {row}")

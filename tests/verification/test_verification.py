@@ -176,7 +176,7 @@ def twice(kind: Callable[[], nn.Module]) -> nn.Sequential:
     [
         (ClosesOverItself, "shares module '0' with it, through self, a variable around ClosesOverItself.__init__"),
         (Hooked, "shares module '0' with it, through self, a variable around Hooked.__init__"),
-        (lambda: Shares(torch.eye(WIDTH)), r"shares the memory of '1\.weight' with it"),
+        (lambda: Shares(torch.eye(WIDTH)), r"shares the memory of '0\.weight' with it"),
     ],
 )
 def test_a_copy_that_shares_state_is_refused_and_a_function_makes_two_models(

@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from torch import nn
 
 from penstock._base.errors import ArgumentError, RankFailedError
@@ -21,7 +20,6 @@ from penstock.verification.blame.command import resolve_command, run
 from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
 from penstock.verification.blame.watch import FOLDER, Step
-from penstock.verification.first_difference import ModuleTrace
 
 BENCH = Path(__file__).parents[3] / "benchmarks" / "blame"
 QUICK = ("with_replicas.py hand,stages first,dropout right",)
@@ -64,22 +62,6 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "what is wrong comes after these actions" in text
     for action in ("forward of microbatch 3, stage 0", "backward of microbatch 3, stage 1"):
         assert f"<title>{action}: " in text, "what ranks did, by the clock"
-
-
-def test_a_module_that_ranks_know_by_another_name_draws_what_it_drew() -> None:
-    """A dropout held twice: by its first name in the unsplit model, by its second on a stage."""
-    model = nn.Module()
-    model.drop = nn.Dropout(0.5)
-    model.net = nn.Sequential(nn.Linear(3, 3), model.drop)
-    x = torch.ones(4, 3)
-    torch.manual_seed(5)
-    state, drawn = torch.get_rng_state(), model.net(x)
-    trace = ModuleTrace(1, ["net", "net.0", "drop"], random={("net.1", 0, 0): state})
-    torch.manual_seed(6)
-    with trace.attach(model, {}):
-        trace.begin(0)
-        assert torch.equal(model.net(x), drawn)
-    assert not any(place.module == "net.1" for place in trace.values)
 
 
 def test_a_page_frames_the_wrong_action() -> None:
