@@ -83,7 +83,8 @@ def test_skip_connections_stay_legal(data: st.DataObject, schedule: Schedule, ch
     backward = data.draw(st.sampled_from([None, [Link(link.target, link.source) for link in forward]]))
     lowered = add_communication(schedule, forward, backward)
     assert_sound(schedule, lowered)
-    links = [(Op.SEND_F, link) for link in forward] + [(Op.SEND_B, link) for link in (backward or chained)]
+    up = chained if backward is None else backward
+    links = [(Op.SEND_F, link) for link in forward] + [(Op.SEND_B, link) for link in up]
     rank_of = schedule.placement.rank_of
     assert Counter(a for row in lowered.rows for a in row if a.op.is_send) == Counter(
         Action(link.source, op, k, link.target)
