@@ -45,10 +45,7 @@ from penstock.schedule.csv import read_csv, to_csv, write_csv
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, simulate
 from penstock.trace.runs import RecordedRun, reader
-from penstock.trace.runs import read_run as read_folder
-from penstock.trace.runs.about import FORMAT, VERSION, RunInfo
-from penstock.trace.runs.records import RankState, StepRecord
-from penstock.trace.runs.summary import health
+from penstock.trace.runs.records import StepRecord
 from scaffolding.run_folders import ABOUT, a_run
 
 SCHEDULE = generate("1f1b", 2, 3)
@@ -70,46 +67,10 @@ def plan() -> dict[str, Any]:
     return Plan(choice, ("b",), (), numbers, 5.0, 0.0, {"warm-up": 0.1}, numbers, (8.0, float("inf"))).to_dict()
 
 
-def state() -> dict[str, Any]:
-    own = RankState(0, 0, (0,), "host", 1, 0.0, 5, "1F0", (1,), 0.0, 1 << 20).to_dict()
-    return {"run": ABOUT.id, "at": 1.0, "state": own, "heard": [{**own, "number": 1}]}
-
-
 def write(file: Path, text: str) -> Path:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(text)
     return file
-
-
-def read_state(file: Path) -> None:
-    """The file of a rank's state is read beside a whole run.json."""
-    write(file.parent / RUN, json.dumps(ABOUT.to_dict()))
-    write(file.parent / "ranks" / "0.json", file.read_text())
-    states, damaged = read_folder(file.parent).ranks_and_damage()
-    for one in states:
-        health(one)
-    assert states or damaged or f'"{ABOUT.id}"' not in file.read_text()
-
-
-def read_about(file: Path) -> None:
-    RecordedRun(file.parent, RunInfo.from_dict(files.read_json(file), "run")).steps()
-
-
-def read_fabric(file: Path) -> None:
-    folder = file.parent
-    write_run(made_run(3), folder)
-    write(folder / RUN, file.read_text())
-    read_run_of_fabric(folder)
-
-
-def read_run_of_fabric(folder: Path) -> None:
-    run = Run.read(folder)
-    found = results(run)
-    show(run, found, Console(file=io.StringIO()))
-    nccl.text(run, found)
-    compare(run, run)
-    with mock.patch.object(page, "draw", return_value={}):  # pictures take seconds
-        page.page(run, found)
 
 
 CHROME = {
@@ -121,14 +82,12 @@ STAGE = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "activat
 READERS: dict[str, tuple[Callable[[], Any], Callable[[Path], object]]] = {
     "profile": (profile, read_profile),
     "plan": (plan, read_plan),
-    "timeline": (TIMELINE.to_dict, lambda file: explain(steps_of_trace(load_trace([file])))),
     "trace": (lambda: CHROME, lambda file: explain(steps_of_trace(load_trace([file])))),
-    "run.json": (ABOUT.to_dict, read_about),
-    "rank's state": (state, read_state),
     "costs": (lambda: {"stages": [STAGE, STAGE], "links": {"latency": 1e-4, "bandwidth": 1e9}}, read_costs),
     "links": (lambda: {"links": [{"from": 0, "to": 1, "latency": 1e-4, "bandwidth": 1e8}]}, read_links),
-    "fabric run.json": (lambda: asdict(made_run(3).record), read_fabric),
 }
+"""Of files that commands read alone; those of a folder are below."""
+
 ODD = [
     None,
     True,
@@ -149,6 +108,8 @@ ODD = [
     [[[[]]]],
 ]
 TOKENS = ["NaN", "Infinity", "1e999", "[" * 5000, '"' + "y" * 5000 + '"', "1" * 5000, "}", ""]
+NUMBERS = ["-1", "9" * 9, "9" * 5000, "nan", "1e999", "0F999999999"]
+PIECES = ["", *NUMBERS, "\x1b[31m", "\udcff", "\0", '"', "[" * 5000, "x" * 500, "\n"]
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -181,26 +142,13 @@ def mutations(draw: st.DrawFn, whole: Any) -> str:
     return json.dumps(changed(whole, path, draw(st.sampled_from(ODD)), gone=how == "gone"))
 
 
-def assert_read_or_refused(read: Callable[[Path], object], file: Path) -> None:
-    """Either the file is read, or one short line says why not."""
-    said = ""
-    try:
-        read(file)
-    except PenstockError as error:
-        said = str(error)
-    assert "\n" not in said
-    assert len(said) < 1000
-
-
-@pytest.mark.parametrize("kind", READERS)
-@settings(max_examples=int(os.environ.get("PENSTOCK_FUZZ", "40")), suppress_health_check=[HealthCheck.too_slow])
-@given(data=st.data())
-def test_a_damaged_file_is_read_or_refused_in_one_line(
-    kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    make, read = READERS[kind]
-    file = write(tmp_path_factory.mktemp("fuzz") / "file.json", data.draw(mutations(make())))
-    assert_read_or_refused(read, file)
+@st.composite
+def spoiled(draw: st.DrawFn, text: str) -> str:
+    """A text with some of its words, numbers and separators replaced."""
+    parts = re.split(r"([,\n= ]|\d+)", text)
+    for _ in range(draw(st.integers(0, 2))):
+        parts[draw(st.integers(0, len(parts) - 1))] = draw(st.sampled_from(PIECES))
+    return "".join(parts)
 
 
 RUN_COMMANDS = ["top RUN --once", "top RUN --json", "runs RUNS", "runs RUNS --json", "compare RUN OTHER"]
@@ -275,9 +223,16 @@ RECORD = asdict(made_run(3).record)
 
 
 def read_samples(file: Path) -> None:
+    """As `fabric show` and its pages do."""
     write(file.parent / RUN, json.dumps(RECORD))
     file.replace(file.parent / SAMPLES)
-    read_run_of_fabric(file.parent)
+    run = Run.read(file.parent)
+    found = results(run)
+    show(run, found, Console(file=io.StringIO()))
+    nccl.text(run, found)
+    compare(run, run)
+    with mock.patch.object(page, "draw", return_value={}):  # pictures take seconds
+        page.page(run, found)
 
 
 COLUMNS = "op,microbatch,start_us,duration_us,pp_rank\n" + "".join(
@@ -294,32 +249,32 @@ TEXTS: dict[str, tuple[str, str, Callable[[Path], object]]] = {
     "scenario": ("s.toml", EVENT, lambda file: read_scenario(file, Topology(parse_link("1gbit")), 2)),
     "steps": ("steps.jsonl", STEP.to_line() * 2, lambda file: RecordedRun(file.parent, ABOUT).steps()),
 }
-NUMBERS = ["-1", "9" * 9, "9" * 5000, "nan", "1e999", "0F999999999"]
-PIECES = ["", *NUMBERS, "\x1b[31m", "\udcff", "\0", '"', "[" * 5000, "x" * 500, "\n"]
 
 
-@pytest.mark.parametrize("kind", TEXTS)
-@settings(max_examples=int(os.environ.get("PENSTOCK_FUZZ", "30")), suppress_health_check=[HealthCheck.too_slow])
+@pytest.mark.parametrize("kind", [*READERS, *TEXTS])
+@settings(max_examples=int(os.environ.get("PENSTOCK_FUZZ", "40")), suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
-def test_damaged_text_is_read_or_refused_in_one_line(
+def test_a_damaged_file_is_read_or_refused_in_one_line(
     kind: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    name, text, read = TEXTS[kind]
-    parts = re.split(r"([,\n= ]|\d+)", text)
-    for _ in range(data.draw(st.integers(0, 2))):
-        parts[data.draw(st.integers(0, len(parts) - 1))] = data.draw(st.sampled_from(PIECES))
-    file = tmp_path_factory.mktemp("fuzz") / name
-    file.write_bytes("".join(parts).encode(errors="surrogateescape"))
-    assert_read_or_refused(read, file)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"), [("ts", 10**400), ("name", "ProfilerStep#" + "9" * 5000), ("pid", [[]]), ("dur", 10**400)]
-)
-def test_a_trace_with_numbers_beyond_reason_is_refused_in_one_line(name: str, value: Any, tmp_path: Path) -> None:
-    events = [{"ph": "X", "name": "0F0", "ts": 1, "dur": 1, "pid": 0, "tid": 0, name: value}]
-    with pytest.raises(ArgumentError, match=r"^[^\n]{1,999}$"):
-        explain(steps_of_trace(load_trace([write(tmp_path / "t.json", json.dumps(events))])))
+    """And a whole one is read."""
+    folder = tmp_path_factory.mktemp("fuzz")
+    if kind in READERS:
+        make, read = READERS[kind]
+        name, whole = "file.json", json.dumps(make())
+        text = data.draw(mutations(make()))
+    else:
+        name, whole, read = TEXTS[kind]
+        text = data.draw(spoiled(whole))
+    read(write(folder / name, whole))
+    file, said = folder / name, ""
+    file.write_bytes(text.encode(errors="surrogateescape"))
+    try:
+        read(file)
+    except PenstockError as error:
+        said = str(error)
+    assert "\n" not in said
+    assert len(said) < 1000
 
 
 def test_small_files_cause_no_large_work(tmp_path: Path) -> None:
@@ -367,12 +322,6 @@ def test_steps_are_read_from_regular_files_and_by_lines_of_a_limited_length(
         run.steps()
 
 
-@pytest.mark.parametrize("kind", READERS)
-def test_files_that_are_whole_are_read(kind: str, tmp_path: Path) -> None:
-    make, read = READERS[kind]
-    read(write(tmp_path / "whole" / "file.json", json.dumps(make())))
-
-
 @pytest.fixture
 def odd_files(tmp_path: Path) -> dict[str, Path]:
     """Files that are not regular, by what they are."""
@@ -387,8 +336,10 @@ def odd_files(tmp_path: Path) -> dict[str, Path]:
     }
 
 
-def test_only_regular_files_are_read_and_none_is_waited_for(odd_files: dict[str, Path]) -> None:
+def test_only_regular_files_are_read_or_replaced_and_none_is_waited_for(odd_files: dict[str, Path]) -> None:
     for kind, file in odd_files.items():
+        with pytest.raises(ArgumentError, match=f"cannot be written: it is {kind}; expected a regular file"):
+            files.write_text(file, "text")
         by_open = {"a socket": "cannot be read: No such device", "a folder": "cannot be read: Is a directory"}
         expected = by_open.get(kind, f"is {kind}; expected a regular file")
         for read in (read_profile, read_plan, read_costs, read_links, read_csv, lambda f: read_scenario(f, None, 2)):  # type: ignore[arg-type]
@@ -396,6 +347,7 @@ def test_only_regular_files_are_read_and_none_is_waited_for(odd_files: dict[str,
                 read(file)
     with pytest.raises(ArgumentError, match="is a device; expected a regular file"):
         load_trace([Path("/dev/zero")])
+    assert Path("/dev/zero").is_char_device()
 
 
 def test_what_unpacks_or_parses_to_too_much_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,6 +379,10 @@ def test_what_is_written_takes_the_place_of_the_old_file_only_once_it_is_whole(t
     write_csv(SCHEDULE, file)
     assert Schedule.parse(str(read_csv(file))).rows == SCHEDULE.rows
     assert (os.listdir(tmp_path), file.stat().st_mode & 0o777) == (["out.csv"], 0o640)
+    (tmp_path / "link.csv").symlink_to(file)
+    files.write_json(tmp_path / "link.csv", [2])
+    assert (tmp_path / "link.csv").is_symlink()
+    assert files.read_json(file) == [2]
 
 
 def test_a_new_file_is_made_not_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -441,28 +397,3 @@ def test_a_new_file_is_made_not_found(tmp_path: Path, monkeypatch: pytest.Monkey
     assert (victim.read_text(), file.read_text()) == ("precious", "text")
     files.remove_leftovers(tmp_path)
     assert sorted(os.listdir(tmp_path)) == ["secret.csv", "victim"]
-
-
-def test_a_link_stays_a_link_when_its_file_is_written(tmp_path: Path) -> None:
-    file = write(tmp_path / "real.json", "1")
-    (tmp_path / "link.json").symlink_to(file)
-    files.write_json(tmp_path / "link.json", [2])
-    assert (tmp_path / "link.json").is_symlink()
-    assert files.read_json(file) == [2]
-
-
-def test_nothing_but_a_regular_file_is_replaced(odd_files: dict[str, Path]) -> None:
-    for kind, file in odd_files.items():
-        with pytest.raises(ArgumentError, match=f"cannot be written: it is {kind}; expected a regular file"):
-            files.write_text(file, "text")
-    assert Path("/dev/zero").is_char_device()
-
-
-def test_dataclasses_are_checked_by_their_annotations() -> None:
-    with pytest.raises(ArgumentError, match=r"^plan: choice.ranks=True: expected a valid integer"):
-        Plan.from_dict({**plan(), "choice": {**asdict(ParallelConfig(1, 2, 1, "1f1b", 3, 4)), "ranks": True}}, "plan")
-    with pytest.raises(ArgumentError, match="pipeline_seconds=inf: expected a finite number"):
-        Plan.from_dict({**plan(), "pipeline_seconds": float("inf")}, "plan")
-    with pytest.raises(ArgumentError, match="the timeline: stage is unknown to this version"):
-        Timeline.from_dict({**TIMELINE.to_dict(), "stage": 1})
-    assert (FORMAT, VERSION) == ("penstock run", 1)

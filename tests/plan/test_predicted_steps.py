@@ -9,7 +9,6 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks/prediction"))
 
 from calibration import Host
 
-from penstock._base.errors import ArgumentError
 from penstock.costs import Profile, UnitCost
 from penstock.plan import Cluster, FixedNumbers, Plan, Sizes, make_plans
 from penstock.simulate import LinkCost
@@ -35,14 +34,6 @@ def test_a_plan_takes_what_its_own_schedule_takes_with_a_core_for_each_rank(sche
         assert predicted(ran, UNITS, host, cores=3) > plan.step_seconds
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_ranks_on_one_core_take_all_their_work(schedule: str) -> None:
-    """All but one of the actions can be found ready at any time, so the core never idles."""
-    for plan in _plans(4, [schedule]):
-        whole = 8 * sum(unit.seconds for unit in UNITS)
-        assert predicted(Ran.of(plan.to_dict()), UNITS, Host(), cores=1) == pytest.approx(whole)
-
-
 def test_the_runtime_adds_to_each_action_of_the_slowest_way_through() -> None:
     """Of 1F1B with equal stages, m + p - 1 forwards and as many backwards are one after the other."""
     even = tuple(UnitCost(f"layer.{n}", 1.0, 1.0, 1.0) for n in range(4))
@@ -61,9 +52,3 @@ def test_the_runtime_adds_to_each_action_of_the_slowest_way_through() -> None:
 def test_the_runtime_decides_between_few_stages_and_many() -> None:
     best = {each: _plans(2, ["1f1b", "interleaved-1f1b"], each)[0].choice for each in (0.0, 1.0)}
     assert best[0.0].chunks > best[1.0].chunks == 1
-
-
-@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
-def test_seconds_that_are_none_are_refused(seconds: float) -> None:
-    with pytest.raises(ArgumentError, match="action_seconds="):
-        Cluster(2, action_seconds=seconds)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from itertools import combinations
 
 import numpy as np
@@ -15,13 +14,10 @@ from penstock.report.colors import (
     PARITIES,
     Theme,
     contrast,
-    css,
     ink,
     rgb,
     shade,
-    variables,
 )
-from penstock.schedule import Op
 from penstock.schedule.describe import Kind
 
 # Machado, Oliveira and Fernandes 2009, severity 1, on linear RGB.
@@ -103,22 +99,3 @@ def test_everything_is_read_on_its_background(theme: Theme) -> None:
                 assert contrast(shade(theme, kind, chunk, number), ink(theme, kind, chunk)) > 4.5, (kind, chunk)
         assert apart(theme.page, theme.fills[kind], "normal") > 7
     assert contrast("#000000", "#ffffff") == pytest.approx(21)
-
-
-def test_each_op_has_a_kind() -> None:
-    assert [Kind.of(op) for op in (Op.F, Op.B, Op.I, Op.W)] == list(COMPUTE)
-    assert {Kind.of(op) for op in Op if not op.is_compute} == {Kind.COMMUNICATION}
-
-
-def test_the_style_sheet_has_every_color_for_both_backgrounds() -> None:
-    sheet = css()
-    assert sheet.startswith(":root {")
-    light, media, _, forced = sheet.splitlines()
-    for theme, lines in ((LIGHT, [light]), (DARK, [media, forced])):
-        for line in lines:
-            found = dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", line))
-            assert found["page"] == theme.page
-            assert found["op-wait"] == theme.fills[Kind.WAIT]
-            assert found["op-W-2-1"] == shade(theme, Kind.W, 2, 1)
-            assert found["ink-I"] == ink(theme, Kind.I) == "#000000"
-            assert f"{{ {variables(theme)} }}" in line or line.endswith(f"{variables(theme)} }}")

@@ -20,12 +20,6 @@ def timeline() -> Timeline:
     return simulate(generate("gpipe", 2, 2), StageCost(0.002, 0.002, 0.002), LinkCost(0.001))
 
 
-def test_perfetto_says_that_ranks_took_turns(timeline: Timeline) -> None:
-    events = to_perfetto(replace(timeline, serialized=True))["traceEvents"]
-    names = [e["args"]["name"] for e in events if e["name"] == "process_name"]
-    assert names == [f"rank {rank} (in turns with the others, in one process)" for rank in range(2)]
-
-
 def test_perfetto_has_a_process_a_rank_and_a_slice_an_action(timeline: Timeline) -> None:
     events = to_perfetto(timeline)["traceEvents"]
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -44,20 +38,20 @@ def test_perfetto_has_a_process_a_rank_and_a_slice_an_action(timeline: Timeline)
         (pytest.approx(3000), pytest.approx(2000)),
     ]
     assert slices[1]["args"] == {"action": "1F0", "stage": 1, "microbatch": 0}
-
-
-def test_perfetto_shows_communication_apart() -> None:
-    sent = merged([[Span(0, Action.parse("0SEND_F0>2"), 1.0, 2.0)]])
-    event = next(e for e in to_perfetto(sent)["traceEvents"] if e["ph"] == "X")
-    assert (event["tid"], event["args"]["action"]) == (1, "0SEND_F0>2")
-    assert event["name"] == "send activations of microbatch 0, stage 0 to stage 2"
+    turns = to_perfetto(replace(timeline, serialized=True))["traceEvents"]
+    assert [e["args"]["name"] for e in turns if e["name"] == "process_name"] == [
+        f"rank {rank} (in turns with the others, in one process)" for rank in range(2)
+    ]
 
 
 def test_perfetto_shows_messages_that_travel_at_the_same_time_in_threads_of_their_own() -> None:
-    times = {"0SEND_F0": (1.0, 3.0), "0F1": (1.0, 4.0), "0RECV_B0": (2.0, 5.0), "0SEND_F1": (3.0, 4.0)}
+    times = {"0SEND_F0>2": (1.0, 3.0), "0F1": (1.0, 4.0), "0RECV_B0": (2.0, 5.0), "0SEND_F1": (3.0, 4.0)}
     row = [Span(0, Action.parse(text), *time) for text, time in times.items()]
     events = to_perfetto(merged([row]))["traceEvents"]
     assert [e["tid"] for e in events if e["ph"] == "X"] == [1, 0, 2, 1]
+    first = next(e for e in events if e["ph"] == "X")
+    assert first["args"]["action"] == "0SEND_F0>2"
+    assert first["name"] == "send activations of microbatch 0, stage 0 to stage 2"
     assert [e["args"]["name"] for e in events if e["name"] == "thread_name"][1:] == ["communication", "communication 2"]
 
 
@@ -107,27 +101,19 @@ def counter(events: list[dict[str, Any]], rank: int) -> dict[str, list[tuple[flo
     return found
 
 
-def test_counters_show_what_is_held() -> None:
+def test_counters_show_what_is_held_and_memory_where_it_is_known(tmp_path: Path) -> None:
     made = simulate(generate("1f1b", 2, 3), StageCost(1, 1, 1))
-    events = to_perfetto(made)["traceEvents"]
-    assert counter(events, 1) == {
-        "microbatches held": [(0, 0), (1, 1), (4, 1), (7, 1), (10, 0)],
-    }
-    assert max(held for _, held in counter(events, 0)["microbatches held"]) == 2
-    forward = simulate(forward_only(generate("1f1b", 2, 3)), StageCost(1, 1, 1))
-    assert counter(to_perfetto(forward)["traceEvents"], 0)["microbatches held"][-1] == (3, 0)
-
-
-def test_counters_show_memory_where_it_is_known(timeline: Timeline) -> None:
     curves = [{"activations": [(0.0, 0.0), (0.001, 5e6)], "parameters": [(0.0, 7e6)]}, None]
-    events = to_perfetto(timeline, memory=curves)["traceEvents"]
-    assert counter(events, 0) == {
+    for memory in ((), curves):
+        trace = to_perfetto(made, memory=memory)
+        held = {"microbatches held": [(0, 0), (1, 1), (4, 1), (7, 1), (10, 0)]}
+        assert counter(trace["traceEvents"], 1) == held
+        write_perfetto(made, tmp_path / "trace.json", memory=memory)
+        assert json.loads((tmp_path / "trace.json").read_text()) == trace
+    assert counter(trace["traceEvents"], 0) == {
         "activations (bytes)": [(0.0, 0.0), (pytest.approx(0.001), 5e6)],
         "parameters (bytes)": [(0.0, 7e6)],
     }
-    assert list(counter(events, 1)) == ["microbatches held"]
-
-
-def test_the_file_is_the_trace_as_json(timeline: Timeline, tmp_path: Path) -> None:
-    write_perfetto(timeline, tmp_path / "trace.json")
-    assert json.loads((tmp_path / "trace.json").read_text()) == to_perfetto(timeline)
+    assert max(held for _, held in counter(to_perfetto(made)["traceEvents"], 0)["microbatches held"]) == 2
+    forward = simulate(forward_only(generate("1f1b", 2, 3)), StageCost(1, 1, 1))
+    assert counter(to_perfetto(forward)["traceEvents"], 0)["microbatches held"][-1] == (3, 0)

@@ -109,15 +109,12 @@ def test_the_legend_has_what_occurs() -> None:
     assert texts(schedule_svg(generate("chimera", 2, 4)), "rank")[-1] == "lighter: the copy"
 
 
-def test_messages_lie_below_what_is_computed_meanwhile() -> None:
+def test_messages_lie_below_what_is_computed_meanwhile_and_a_name_is_no_markup() -> None:
     row = [Span(0, Action.parse("0F0"), 0, 2), Span(0, Action.parse("0SEND_F0"), 1, 2)]
-    (one, *_), (two, _, _, y, label) = drawn(svg([make_panel(merged([row]))]))
+    (one, _, _, above, _), (two, _, _, y, label) = drawn(svg([make_panel(merged([row]))]))
     assert one.startswith("forward")
     assert two == "send activations of microbatch 0, stage 0 to stage 1: 1 s to 2 s"
-    assert (y > drawn(svg([make_panel(merged([row]))]))[0][3], label) == (True, None)
-
-
-def test_a_name_is_not_taken_for_markup() -> None:
+    assert (y > above, label) == (True, None)
     schedule = Schedule("<b>&", Placement.loop(1), 1, [[Action.parse("0F0")]])
     assert texts(schedule_svg(schedule), "title")[0].startswith("<b>&: 1 rank, 1 microbatch; ")
 
@@ -154,18 +151,11 @@ def test_a_notebook_shows_the_picture() -> None:
     assert schedule._repr_html_() == svg([make_panel(schedule)], "slots")
     assert timeline._repr_html_() == svg([make_panel(timeline)])
     assert "2 ranks, 18 ms; bubble 33.3%" in svg([make_panel(timeline)])
-
-
-def test_a_notebook_does_not_wait_for_what_takes_long() -> None:
-    row = Row.of(Op.F, 0, range(100_001))
-    how = "penstock.report.svg([penstock.report.make_panel(schedule)], 'slots')"
-    said = f"<pre>100,001 actions; {how} draws them, in a while</pre>"
-    assert Schedule("long", Placement.loop(1), 100_001, [row])._repr_html_() == said
-
-
-def test_a_schedule_that_cannot_run_is_shown_as_text() -> None:
     stuck = Schedule("stuck", Placement.loop(1), 1, [[Action.parse("0B0"), Action.parse("0F0")]])
-    assert stuck._repr_html_() is None
+    assert stuck._repr_html_() is None, "what cannot run is shown as text"
+    how = "penstock.report.svg([penstock.report.make_panel(schedule)], 'slots')"
+    long = Schedule("long", Placement.loop(1), 100_001, [Row.of(Op.F, 0, range(100_001))])
+    assert long._repr_html_() == f"<pre>100,001 actions; {how} draws them, in a while</pre>"
 
 
 def test_schedules_load_what_draws_them_only_when_asked() -> None:

@@ -12,10 +12,6 @@ BY_HAND = {
 rank 0 runs the forward of microbatch 0 on stage 0, on its piece of the batch.
 rank 1 waits: the forward of microbatch 0 on stage 1 needs the forward of microbatch 0 on stage 0, which rank 0 runs in
     this slot.""",
-    ("1f1b", 2): """
-rank 0 waits: the backward of microbatch 0 on stage 0 needs the backward of microbatch 0 on stage 1, which rank 1 runs
-    in this slot.
-rank 1 runs the backward of microbatch 0 on stage 1, from the loss and with what its forward kept in slot 1.""",
     ("1f1b", 3): """
 rank 0 runs the backward of microbatch 0 on stage 0, with what its forward kept in slot 0 and with the gradient that
     rank 1 sent at the end of slot 2.
@@ -24,21 +20,9 @@ rank 1 runs the forward of microbatch 1 on stage 1, with the output that rank 0 
 rank 0 runs the backward of microbatch 1 on stage 0, with what its forward kept in slot 1 and with the gradient that
     rank 1 sent at the end of slot 4.
 rank 1 has finished: its last work was in slot 4.""",
-    ("zb-v", 2): """
-rank 0 waits: the forward of microbatch 0 on stage 3 needs the forward of microbatch 0 on stage 2, which rank 1 runs in
-    this slot.
-rank 1 runs the forward of microbatch 0 on stage 2, with the output that it made itself on stage 1 in slot 1.""",
-    ("zb-v", 7): """
-rank 0 computes the input gradient of microbatch 1 on stage 3, from the loss and with what its forward kept in slot 6.
-rank 1 computes the input gradient of microbatch 0 on stage 1, with what its forward kept in slot 1 and with the
-    gradient that it made itself on stage 2 in slot 5.""",
     ("zb-v", 13): """
 rank 0 computes the weight gradient of microbatch 1 on stage 0, with what its input gradient left in slot 12.
 rank 1 has finished: its last work was in slot 12.""",
-    ("naive", 1): """
-rank 0 waits: the backward of microbatch 0 on stage 0 needs the backward of microbatch 0 on stage 1, which rank 1 runs
-    in slot 2.
-rank 1 runs the forward of microbatch 0 on stage 1, with the output that rank 0 sent at the end of slot 0.""",
     ("chimera", 1): """
 rank 0 runs the forward of microbatch 1 on stage 3, the copy of stage 1, with the output that rank 1 sent at the end of
     slot 0.

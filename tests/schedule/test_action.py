@@ -48,9 +48,11 @@ def test_text_and_back_is_the_same(action: Action) -> None:
     assert hash(Action.parse(str(action))) == hash(action)
 
 
-def test_a_left_out_peer_is_the_neighbor() -> None:
-    assert Action(1, Op.SEND_F, 0) == Action(1, Op.SEND_F, 0, peer=2)
-    assert Action.parse("1SEND_F0>2") == Action.parse("1SEND_F0")
+def test_a_left_out_peer_is_the_neighbor_and_numbers_count_from_0() -> None:
+    assert Action(1, Op.SEND_F, 0) == Action.parse("1SEND_F0>2") == Action.parse("1SEND_F0")
+    for stage, microbatch in [(-1, 0), (0, -1)]:
+        with pytest.raises(ScheduleError, match="counted from 0"):
+            Action(stage, Op.F, microbatch)
 
 
 @given(actions.filter(lambda a: a.op.is_communication))
@@ -67,12 +69,6 @@ def test_the_other_end_of_the_other_end_is_the_action(action: Action) -> None:
 def test_what_is_no_action_is_refused(text: str) -> None:
     with pytest.raises(ScheduleError):
         Action.parse(text)
-
-
-def test_numbers_below_zero_are_refused() -> None:
-    for stage, microbatch in [(-1, 0), (0, -1)]:
-        with pytest.raises(ScheduleError, match="counted from 0"):
-            Action(stage, Op.F, microbatch)
 
 
 def test_overlap_text_and_back() -> None:

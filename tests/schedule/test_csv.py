@@ -43,22 +43,13 @@ def last_forwards(schedule: Schedule) -> list[int]:
     return [a.microbatch or 0 for row in schedule.rows for a in row if a.op is Op.F and a.stage == last]
 
 
-def in_torchs_words(schedule: Schedule) -> bool:
-    """Whether torch's format has a word for all of it."""
-    return schedule.placement.pipelines == 1
-
-
 # -- there and back ---------------------------------------------------------------------------------------------------
 
 
-@given(generated().filter(in_torchs_words))
-def test_computations_and_back_are_the_same(schedule: Schedule) -> None:
-    assert from_csv(to_csv(schedule), schedule.name) == schedule
-    assert from_csv(to_csv(split_backward(schedule)), schedule.name) == split_backward(schedule)
-
-
-@given(generated(max_microbatches=8).filter(in_torchs_words))
-def test_messages_and_back_are_the_same(schedule: Schedule) -> None:
+@given(generated(max_microbatches=8).filter(lambda schedule: schedule.placement.pipelines == 1))
+def test_computations_and_messages_and_back_are_the_same(schedule: Schedule) -> None:
+    for one in (schedule, split_backward(schedule)):
+        assert from_csv(to_csv(one), schedule.name) == one
     complete = from_csv(to_csv(schedule, COMMS), schedule.name)
     assert without(complete, Op.REDUCE_GRAD) == add_communication(schedule)
     assert from_csv(to_csv(complete, COMMS), schedule.name) == complete
@@ -82,6 +73,8 @@ def test_overlaps_and_sharding_come_back() -> None:
     schedule = Schedule("x", Placement.loop(1), 2, [row])
     assert from_csv(to_csv(schedule, COMMS), "x") == schedule
     assert to_csv(schedule) == "0F0,(0F1;0B0)OVERLAP_F_B,0B1\r\n"
+    with pytest.raises(ArgumentError, match="expected 'compute_only' or 'compute_comms'"):
+        to_csv(schedule, "compute")  # type: ignore[arg-type]
 
 
 def test_what_is_written_is_what_torch_writes() -> None:
@@ -94,13 +87,13 @@ def test_what_is_written_is_what_torch_writes() -> None:
     assert [text for text in first if "SEND" not in text and "RECV" not in text][:-1] == ["0F0", "0F1", "0B0", "0B1"]
 
 
-def test_a_reduction_that_is_there_is_not_added_again() -> None:
-    row = Row.parse("0F0 0F1 0B0 0B1 0REDUCE_GRAD")
-    assert to_csv(Schedule("x", Placement.loop(1), 2, [row]), COMMS) == "0F0,0F1,0B0,0B1,0REDUCE_GRAD\r\n"
-
-
-def test_bubbles_and_ragged_rows_are_read() -> None:
-    assert from_csv("0F0,,0B0, ,\n,1F0,1B0\n", "1f1b") == generate("1f1b", 2, 1)
+def test_what_spreadsheets_write_is_read_and_not_judged(tmp_path: Path) -> None:
+    """Their mark, bubbles, ragged rows, and what is no legal schedule."""
+    (tmp_path / "x.csv").write_bytes(b"\xef\xbb\xbf0F0,,0B0, ,\n,1F0,1B0\n")
+    assert read_csv(tmp_path / "x.csv", "1f1b") == generate("1f1b", 2, 1)
+    schedule = from_csv("0B0,0F0,0F0,0F2\n")
+    assert schedule.microbatches == 3
+    assert {violation.kind for violation in check(schedule)} >= {"repeated", "order", "missing"}
 
 
 # -- files ------------------------------------------------------------------------------------------------------------
@@ -116,11 +109,6 @@ def test_files_by_path_or_open(tmp_path: Path, format: Format) -> None:
     assert read_csv(str(tmp_path / "a.b.csv")) == from_csv(to_csv(schedule, format), "a.b")
     with (tmp_path / "open").open(newline="") as file:
         assert read_csv(file, "gpipe") == from_csv(to_csv(schedule, format), "gpipe")
-
-
-def test_the_mark_that_spreadsheets_write_is_passed_over(tmp_path: Path) -> None:
-    (tmp_path / "x.csv").write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
-    assert read_csv(tmp_path / "x.csv", "gpipe") == generate("gpipe", 1, 1)
 
 
 @pytest.mark.parametrize("by_path", [True, False])
@@ -141,18 +129,13 @@ def test_what_is_no_text_is_refused(tmp_path: Path, by_path: bool) -> None:
         ("", "row 1, column 1, ''", "empty"),
         ("0F0,0Q0\n", "row 1, column 2, '0Q0'", "expected stage, op and microbatch"),
         ("0F0,,0B\n", "row 1, column 3, '0B'", "expected stage, op and microbatch"),
-        ("0F0 0B0\n", "row 1, column 1, '0F0 0B0'", "expected stage, op and microbatch"),
-        ("0F0,0B0x\n", "row 1, column 2, '0B0x'", "expected"),
         ("0F0,0B0\n1F0,(1F1)OVERLAP_F_B\n", "row 2, column 2, '(1F1)OVERLAP_F_B'", "expected"),
-        ("0F0,(0B0;0F1)OVERLAP_F_B\n", "row 1, column 2, '(0B0;0F1)OVERLAP_F_B'", "a forward and then a backward"),
         ("0F0,0RECV_F0\n", "row 1, column 2, '0RECV_F0'", "name the other stage"),
         ("0F0,0SEND_F0>2\n", "row 1, column 2, '0SEND_F0>2'", "expected"),
         ("0F0,0B0,0REDUCE_GRAD0\n", "row 1, column 3, '0REDUCE_GRAD0'", "expected"),
         ("0F0,0B12345678901\n", "row 1, column 2, '0B12345678901'", "expected"),
         ("0F0,0B0\n\n1F0,1B0\n", "row 2, column 1, ''", "rank 1 has no actions"),
-        ("0F0,0B0\n,,\n", "row 2, column 1, ''", "rank 1 has no actions"),
         ("0F0,0B0\n1F0,0B1\n", "row 2, column 2, '0B1'", "two ranks: row 1, column 1 has 0F0"),
-        ("0F0,1SEND_B0\n1F0,1B0\n", "row 1, column 2, '1SEND_B0'", "two ranks: row 2, column 1 has 1F0"),
         ("0F0,(1F0;0B0)OVERLAP_F_B\n1B0\n", "row 2, column 1, '1B0'", "two ranks: row 1, column 2"),
         ("0F0,1UNSHARD,0B0\n", "row 1, column 2, '1UNSHARD'", "no rank computes stage 1"),
         ("0F0,0B0\n2F0,2B0\n", "row 2, column 1, '2F0'", "no rank computes stage 1"),
@@ -166,12 +149,6 @@ def test_an_error_has_row_column_and_text(text: str, where: str, why: str) -> No
     assert str(caught.value).startswith(where), caught.value
     assert why in str(caught.value)
     assert len(str(caught.value)) < 300
-
-
-def test_reading_does_not_judge() -> None:
-    schedule = from_csv("0B0,0F0,0F0,0F2\n")
-    assert schedule.microbatches == 3
-    assert {violation.kind for violation in check(schedule)} >= {"repeated", "order", "missing"}
 
 
 def test_ops_are_dropped_only_if_asked_for() -> None:
@@ -222,8 +199,3 @@ def test_what_torch_cannot_express_is_refused(schedule: Schedule, why: str, form
 def test_a_placement_that_the_file_would_not_tell_is_refused(rows: tuple[str, ...], why: str) -> None:
     with pytest.raises(ScheduleError, match=why):
         to_csv(TWO.with_rows(map(Row.parse, rows)))
-
-
-def test_an_unknown_format_is_refused() -> None:
-    with pytest.raises(ArgumentError, match="expected 'compute_only' or 'compute_comms'"):
-        to_csv(TWO, "compute")  # type: ignore[arg-type]

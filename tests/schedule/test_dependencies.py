@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from penstock._base.errors import ScheduleError
 from penstock.schedule import Dependencies, Schedule, add_communication, drop_backward, generate, linearize
@@ -20,7 +21,7 @@ def test_a_gradient_comes_from_the_next_stage_that_has_a_backward() -> None:
 
 
 @settings(max_examples=50)
-@given(generated(max_microbatches=12))
+@given(st.one_of(generated(max_microbatches=12), arbitrary()))
 def test_linear_order_respects_rows_and_dependencies(schedule: Schedule) -> None:
     lowered = add_communication(schedule)
     order = linearize(lowered)
@@ -31,11 +32,6 @@ def test_linear_order_respects_rows_and_dependencies(schedule: Schedule) -> None
     dependencies = Dependencies(lowered)
     for node, action in enumerate(dependencies.actions):
         assert all(place[dependencies.actions[need]] < place[action] for need in dependencies.before(node))
-
-
-@given(arbitrary())
-def test_any_legal_schedule_has_a_linear_order(schedule: Schedule) -> None:
-    assert len(linearize(schedule)) == sum(map(len, schedule.rows))
 
 
 def test_a_deadlock_is_named() -> None:

@@ -3,27 +3,7 @@ from __future__ import annotations
 import pytest
 
 from penstock._base.errors import ArgumentError
-from penstock.schedule import add_communication, generate, grid, reduce_ties, split_backward
-
-
-def test_a_column_is_a_slot() -> None:
-    assert grid(generate("gpipe", 2, 2)) == (
-        "rank 0 | F0 F1 .  .  B0 B1\n"
-        "rank 1 | .  F0 F1 B0 B1 ."
-    )  # fmt: skip
-
-
-def test_input_gradients_free_the_rank_below_early() -> None:
-    assert grid(split_backward(generate("gpipe", 2, 1))) == (
-        "rank 0 | F0 .  .  I0 W0\n"
-        "rank 1 | .  F0 I0 W0 ."
-    )  # fmt: skip
-
-
-def test_stages_are_named_where_a_rank_has_several() -> None:
-    assert grid(generate("naive", 2, 1, stages_per_rank=2)).splitlines()[0] == (
-        "rank 0 | 0F0 .   2F0 .   .   2B0 .   0B0"
-    )
+from penstock.schedule import add_communication, generate, grid, reduce_ties
 
 
 def test_messages_and_reductions_take_no_slot() -> None:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import TypeVar
 
 import pytest
-from executor import MESSAGES, RECEIVES, is_complete, runs_to_the_end
+from executor import MESSAGES, is_complete, runs_to_the_end
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
@@ -21,7 +21,6 @@ from penstock.schedule import (
     Schedule,
     add_communication,
     check,
-    generate,
     reduce_ties,
     split_backward,
 )
@@ -87,15 +86,6 @@ def drop(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     return {"missing"} if rows[rank].pop(index).op.is_compute else {"unmatched"}
 
 
-@breaks_messages
-def drop_both_ends(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    assume_several(schedule)
-    rank, index = place(data, rows, lambda a: a.op in MESSAGES)
-    gone = rows[rank][index]
-    rows[:] = [[a for a in row if a not in (gone, gone.other_end)] for row in rows]
-    return {"missing"}
-
-
 @breaks
 def put_before_what_it_waits_for(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     needs = needs_by_hand(schedule)
@@ -114,14 +104,6 @@ def put_before_what_it_waits_for(data: st.DataObject, schedule: Schedule, rows: 
     return {"order"}
 
 
-@breaks_messages
-def put_a_message_on_the_wrong_side(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows, lambda a: a.op in MESSAGES)
-    message = rows[rank].pop(index)
-    rows[rank].insert(len(rows[rank]) if message.op in RECEIVES else 0, message)
-    return {"order"}
-
-
 @breaks
 def move_to_another_rank(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
     rank, index = place(data, rows)
@@ -137,39 +119,6 @@ def number_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> 
     others = set(range(schedule.microbatches + 1)) - set(schedule.numbers_on(action.stage))
     rows[rank][index] = replace(action, microbatch=data.draw(st.sampled_from(sorted(others))))
     return {"out of range"}
-
-
-@breaks
-def stage_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows)
-    # One more than the peer is no stage's message to itself.
-    rows[rank][index] = replace(rows[rank][index], stage=schedule.stages + 1)
-    return {"out of range"}
-
-
-@breaks_messages
-def peer_out_of_range(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows, lambda a: a.op in MESSAGES)
-    rows[rank][index] = replace(rows[rank][index], peer=schedule.stages)
-    return {"out of range"}
-
-
-@breaks
-def stage_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    assume_several(schedule)
-    rank, index = place(data, rows, lambda a: a.op.is_compute)
-    action = rows[rank][index]
-    others = set(range(schedule.stages)) - {action.stage}
-    rows[rank][index] = replace(action, stage=one_of(data, sorted(others)))
-    return {"missing"}
-
-
-@breaks
-def op_of_another(data: st.DataObject, schedule: Schedule, rows: Rows) -> set[str]:
-    rank, index = place(data, rows, lambda a: a.op.is_compute)
-    action = rows[rank][index]
-    rows[rank][index] = replace(action, op=data.draw(st.sampled_from(sorted({*"FBIW"} - {action.op.value})).map(Op)))
-    return {"missing", "repeated"}  # I and W need each other; B includes both
 
 
 @breaks_messages
@@ -280,23 +229,6 @@ def test_what_is_not_broken_is_not_reported(name: str, data: st.DataObject) -> N
         assert runs_to_the_end(schedule, buffered=False)
 
 
-def test_a_receive_one_place_too_early_is_reported_and_nothing_else() -> None:
-    """Before the last action that its message depends on, and behind it."""
-    schedule = add_communication(generate("naive", 3, 2))
-    for rank, row in enumerate(schedule.rows):
-        rows = [list(row) for row in schedule.rows]
-        for index, action in enumerate(row):
-            if action.op is Op.RECV_B:
-                assert row[index - 1] == Action(action.stage, Op.SEND_F, action.microbatch)
-                swap(rows, (rank, index), (rank, index - 1))
-                found = check(schedule.with_rows(rows))
-                assert [(v.kind, v.rank, v.action) for v in found] == [("early receive", rank, action)]
-                text = f"rank {rank} has {action} before {row[index - 1]}, which its message depends on"
-                assert found[0].text.startswith(text)
-                swap(rows, (rank, index), (rank, index - 1))
-                assert check(schedule.with_rows(rows)) == []
-
-
 @settings(max_examples=60)
 @given(data=st.data())
 def test_weight_gradients_out_of_order_are_reported(data: st.DataObject) -> None:
@@ -341,50 +273,6 @@ def test_what_is_not_reported_runs_and_what_is_reported_does_not(data: st.DataOb
         assert runs
     elif fatal <= {"order", "deadlock", "message order", "misplaced", "out of range", "repeated"}:
         assert not runs
-
-
-@settings(max_examples=10)
-@given(st.integers(2, 5), st.integers(2, 8))
-def test_receives_posted_at_the_last_moment(p: int, m: int) -> None:
-    """With sends that wait for their receive, 1F1B's neighbors both stand at a send."""
-    rows = []
-    for row in add_communication(generate("1f1b", p, m)).rows:
-        waiting: list[Action] = []
-        late: list[Action] = []
-        for action in row:
-            if action.op in RECEIVES:
-                waiting.append(action)
-                continue
-            brought = Op.RECV_F if action.op is Op.F else Op.RECV_B
-            for receive in [a for a in waiting if (a.op, a.microbatch) == (brought, action.microbatch)]:
-                if action.op.is_compute:
-                    waiting.remove(receive)
-                    late.append(receive)
-            late.append(action)
-        rows.append(late)
-    schedule = add_communication(generate("1f1b", p, m)).with_rows(rows)
-    (found,) = check(schedule)
-    assert found.kind == "deadlock"
-    assert found.text.startswith(
-        f"with sends that wait for their receive, rank {found.rank} waits at {found.action} for "
-    )
-    assert runs_to_the_end(schedule, buffered=True)
-    assert not runs_to_the_end(schedule, buffered=False)
-
-
-def test_a_deadlock_that_buffered_sends_have_too_is_told_of_these() -> None:
-    """With sends that wait, the ranks stand at an earlier place already: both send before they post."""
-    schedule = Schedule.parse(
-        "x: 2 microbatches, stages on ranks 0 1 1 0\n"
-        "rank 0: 0F0 0SEND_F0 0F1 0SEND_F1 3RECV_F0 3F0 3RECV_F1 3F1 "
-        "3B0 3SEND_B0 0RECV_B0 0B0 3B1 3SEND_B1 0RECV_B1 0B1\n"
-        "rank 1: 1RECV_F0 1F0 2F0 2SEND_F0 1RECV_F1 1F1 2F1 2SEND_F1 "
-        "2RECV_B0 2RECV_B1 2B1 2B0 1B0 1SEND_B0 1B1 1SEND_B1"
-    )
-    (found,) = [violation for violation in check(schedule) if violation.fatal]
-    assert found.text == (
-        "with buffered sends, rank 0 waits at 0B0 for 1B0 of rank 1, which waits at 2B1 for 3B1 of rank 0"
-    )
 
 
 def test_parameters_may_be_gathered_and_let_go_several_times_but_in_turns() -> None:

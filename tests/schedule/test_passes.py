@@ -6,11 +6,9 @@ from hypothesis import strategies as st
 
 from penstock._base.errors import ArgumentError
 from penstock.schedule import (
-    Action,
     Op,
     Schedule,
     add_communication,
-    add_sharding,
     check,
     drop_backward,
     drop_communication,
@@ -24,8 +22,6 @@ from penstock.schedule import (
     truncate_microbatches,
 )
 from scaffolding.some_schedules import arbitrary, generated
-
-SHARDING = (Op.UNSHARD, Op.RESHARD)
 
 
 def reductions(schedule: Schedule) -> list[list[str]]:
@@ -73,10 +69,6 @@ def test_an_overlap_stays_one_only_while_both_its_parts_stay() -> None:
     assert str(forward_only(schedule).rows[0]) == "0F0 0F1"
 
 
-def test_w_comes_right_after_i() -> None:
-    assert str(split_backward(generate("1f1b", 1, 2)).rows[0]) == "0F0 0I0 0W0 0F1 0I1 0W1"
-
-
 @given(arbitrary())
 def test_forwards_alone_keep_their_order(schedule: Schedule) -> None:
     forwards = forward_only(schedule)
@@ -104,58 +96,48 @@ def test_frozen_stages_lose_their_backward_and_its_messages(
     )
 
 
-def test_ties_are_reduced_after_the_last_backward() -> None:
-    schedule = reduce_ties(generate("gpipe", 2, 2), [[0, 1]])
-    assert [str(row) for row in schedule.rows] == [
-        "0F0 0F1 0B0 0B1 0REDUCE_GRAD0",
-        "1F0 1F1 1B0 1B1 1REDUCE_GRAD0",
-    ]
+CHUNKS = generate("gpipe", 2, 1, stages_per_rank=2)
+LAST_ONLY = drop_backward(generate("gpipe", 3, 1), [0, 1])
 
 
-def test_reductions_start_in_order_of_the_groups_on_every_rank() -> None:
-    """Group 0 is ready last on rank 1 (chunk 1 goes back before chunk 0), and still starts first."""
-    schedule = reduce_ties(generate("gpipe", 2, 1, stages_per_rank=2), [[0, 1], [2, 3], [1, 2]])
-    assert [str(row) for row in schedule.rows] == [
-        "0F0 2F0 2B0 0B0 0REDUCE_GRAD0 2REDUCE_GRAD1 2REDUCE_GRAD2",
-        "1F0 3F0 3B0 1B0 1REDUCE_GRAD0 3REDUCE_GRAD1 1REDUCE_GRAD2",
-    ]
-    assert check(schedule) == []
-
-
-def test_a_rank_reduces_a_group_once_on_its_lowest_stage() -> None:
-    assert reductions(reduce_ties(generate("gpipe", 2, 2, stages_per_rank=2), [[3, 0, 2, 1]])) == [
-        ["0REDUCE_GRAD0"],
-        ["1REDUCE_GRAD0"],
-    ]
-
-
-def test_a_group_on_one_rank_is_not_reduced() -> None:
-    assert reductions(reduce_ties(generate("gpipe", 2, 2, stages_per_rank=2), [[0, 2], [0, 3]])) == [
-        ["0REDUCE_GRAD1"],
-        ["3REDUCE_GRAD1"],
-    ]
-
-
-def test_split_weights_are_reduced_after_the_last_w() -> None:
-    row = reduce_ties(split_backward(generate("1f1b", 2, 2)), [[0, 1]]).rows[1]
-    assert str(row) == "1F0 1I0 1W0 1F1 1I1 1W1 1REDUCE_GRAD0"
-
-
-def test_a_rank_without_backward_keeps_the_order_of_the_groups() -> None:
-    """Stage 0 is frozen, and its rank reduces group 1 no sooner than group 0, as the other rank does."""
-    schedule = reduce_ties(drop_backward(generate("gpipe", 2, 1, stages_per_rank=2), [0]), [[2, 3], [0, 1]])
-    assert reductions(schedule) == [["2REDUCE_GRAD0", "0REDUCE_GRAD1"], ["3REDUCE_GRAD0", "1REDUCE_GRAD1"]]
-    assert str(schedule.rows[0]) == "0F0 2F0 2B0 2REDUCE_GRAD0 0REDUCE_GRAD1"
-
-
-def test_a_rank_without_backward_takes_part_and_a_group_without_backward_does_not() -> None:
-    schedule = drop_backward(generate("gpipe", 3, 1), [0, 1])
-    assert [str(row) for row in reduce_ties(schedule, [[0, 1], [0, 2]]).rows] == [
-        "0F0 0REDUCE_GRAD1",
-        "1F0",
-        "2F0 2B0 2REDUCE_GRAD1",
-    ]
-    assert reductions(reduce_ties(forward_only(schedule), [[0, 2]])) == [[], [], []]
+@pytest.mark.parametrize(
+    ("schedule", "groups", "rows"),
+    [
+        (
+            split_backward(generate("1f1b", 2, 2)),
+            [[0, 1]],
+            ["0F0 0F1 0I0 0W0 0I1 0W1 0REDUCE_GRAD0", "1F0 1I0 1W0 1F1 1I1 1W1 1REDUCE_GRAD0"],
+        ),
+        (  # group 0 is ready last on rank 1 (chunk 1 goes back before chunk 0), and still starts first
+            CHUNKS,
+            [[0, 1], [2, 3], [1, 2]],
+            [
+                "0F0 2F0 2B0 0B0 0REDUCE_GRAD0 2REDUCE_GRAD1 2REDUCE_GRAD2",
+                "1F0 3F0 3B0 1B0 1REDUCE_GRAD0 3REDUCE_GRAD1 1REDUCE_GRAD2",
+            ],
+        ),
+        (  # a rank reduces a group once, on its lowest stage; a group on one rank is not reduced
+            CHUNKS,
+            [[3, 0, 2, 1], [0, 2], [0, 3]],
+            ["0F0 2F0 2B0 0B0 0REDUCE_GRAD0 0REDUCE_GRAD2", "1F0 3F0 3B0 1B0 1REDUCE_GRAD0 3REDUCE_GRAD2"],
+        ),
+        (  # stage 0 is frozen, and its rank reduces group 1 no sooner than group 0, as the other rank does
+            drop_backward(CHUNKS, [0]),
+            [[2, 3], [0, 1]],
+            ["0F0 2F0 2B0 2REDUCE_GRAD0 0REDUCE_GRAD1", "1F0 3F0 3B0 3REDUCE_GRAD0 1B0 1REDUCE_GRAD1"],
+        ),
+        (LAST_ONLY, [[0, 1], [0, 2]], ["0F0 0REDUCE_GRAD1", "1F0", "2F0 2B0 2REDUCE_GRAD1"]),
+        (forward_only(LAST_ONLY), [[0, 2]], ["0F0", "1F0", "2F0"]),
+    ],
+)
+def test_ties_are_reduced_after_the_last_backward_in_order_of_the_groups_on_every_rank(
+    schedule: Schedule, groups: list[list[int]], rows: list[str]
+) -> None:
+    reduced = reduce_ties(schedule, groups)
+    assert [str(row) for row in reduced.rows] == rows
+    assert check(reduced) == []
+    with pytest.raises(ArgumentError, match=rf"tie group 0 names stage 9; the stages are 0\.\.{schedule.stages - 1}"):
+        reduce_ties(schedule, [[0, 9]])
 
 
 @given(st.data(), generated(max_ranks=4, max_microbatches=4), st.booleans())
@@ -172,11 +154,6 @@ def test_any_groups_keep_a_schedule_legal(data: st.DataObject, schedule: Schedul
     for row in done.rows:
         order = [a.microbatch for a in row if a.op is Op.REDUCE_GRAD]
         assert order == sorted(order, key=lambda g: g or 0)
-
-
-def test_an_unknown_stage_in_a_group_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=r"tie group 1 names stage 2; the stages are 0\.\.1"):
-        reduce_ties(generate("gpipe", 2, 1), [[0, 1], [0, 2]])
 
 
 @st.composite
@@ -205,21 +182,3 @@ def test_replicas_reduce_in_one_order_though_one_has_fewer_microbatches(
             assert action.stage not in reduced or action.op not in (Op.B, Op.W), "its last gradient comes before"
             if action.op is Op.REDUCE_GRAD:
                 reduced.add(action.stage)
-
-
-@given(generated(max_ranks=4, max_microbatches=6))
-def test_what_is_sharded_is_gathered_right_before_its_first_computation_and_let_go_behind_its_last_action(
-    schedule: Schedule,
-) -> None:
-    """However far ahead receives are posted, which depends on the number of microbatches."""
-    done = add_sharding(add_communication(schedule), set(range(schedule.stages)))
-    assert not any(v.fatal for v in check(done))
-    for rank, row in enumerate(done.rows):
-        actions = list(row)
-        for stage in done.placement.stages_on(rank):
-            gathered, let_go = (actions.index(Action(stage, op)) for op in (Op.UNSHARD, Op.RESHARD))
-            own = [i for i, action in enumerate(actions) if action.stage == stage and action.op not in SHARDING]
-            computing = [i for i in own if actions[i].op.is_compute]
-            assert gathered < computing[0] <= computing[-1] <= own[-1] < let_go
-            between = {action.op for action in actions[gathered + 1 : computing[0]]}
-            assert between <= {Op.UNSHARD}, "others may be gathered for the same overlap"

@@ -24,14 +24,18 @@ def seconds(action: Action, cost: StageCost) -> float:
     }[action.op]
 
 
-def item_seconds(item: Action | Overlap, costs: Sequence[StageCost]) -> float:
-    together = costs[item.parts[0].stage].overlapped_seconds
+Costs = Sequence[Sequence[StageCost]]
+"""Of each stage, one for each microbatch."""
+
+
+def item_seconds(item: Action | Overlap, costs: Costs) -> float:
+    together = costs[item.parts[0].stage][item.parts[0].microbatch or 0].overlapped_seconds
     if isinstance(item, Overlap) and together is not None:
         return together
-    return sum(seconds(part, costs[part.stage]) for part in item.parts)
+    return sum(seconds(part, costs[part.stage][part.microbatch or 0]) for part in item.parts)
 
 
-def tick(schedule: Schedule, costs: Sequence[StageCost], links: dict[tuple[int, int], LinkCost]) -> Times | None:
+def tick(schedule: Schedule, costs: Costs, links: dict[tuple[int, int], LinkCost]) -> Times | None:
     """When each action's item starts and ends, two that overlap together; None if the ranks come to a stop."""
     rank_of = schedule.placement.rank_of
     todo = [list(row.items()) for row in schedule.rows]
@@ -57,7 +61,7 @@ def tick(schedule: Schedule, costs: Sequence[StageCost], links: dict[tuple[int, 
             while queue:
                 message = queue.pop(0)
                 target = next(a for a in needs if message in needs[a] and rank_of[a.stage] == pair[1])
-                size = costs[min(message.stage, target.stage)].output_bytes
+                size = costs[min(message.stage, target.stage)][message.microbatch or 0].output_bytes
                 wire = size / links[pair].bytes_per_second
                 there[message, pair[1]] = now + wire + links[pair].latency_seconds
         for rank, items in enumerate(todo):

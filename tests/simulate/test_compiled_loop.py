@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from unittest import mock
 
 import pytest
@@ -10,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from penstock._base.errors import ScheduleError
-from penstock.schedule import Row, Schedule, generate
+from penstock.schedule import Schedule, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import StageCost, critical_path, event_loop, idle_time_by_cause, memory, peaks, simulate
 from penstock.simulate.costs import LinkCost
@@ -82,11 +81,3 @@ def test_peaks_are_those_of_the_courses(schedule: Schedule, data: st.DataObject)
         (one.parameters, one.gradients, one.optimizer, one.peak_activations, one.peak_unsharded, one.peak)
         for one in memory(schedule, costs, timeline)
     ]
-
-
-def test_rows_share_the_columns_that_say_nothing() -> None:
-    """They would take a third of a large schedule's memory."""
-    one, other = generate("1f1b", 3, 5).rows[:2]
-    assert one.peer is other.peer
-    assert one.joined is other.joined
-    assert Row.from_columns(array("i", [0]), array("b", [0]), array("i", [0])) == Row.parse("0F0")

@@ -7,12 +7,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from slow import seconds, tick
+from slow import tick
 
 from penstock._base.errors import ArgumentError, ScheduleError
 from penstock.schedule import (
     Action,
-    Dependencies,
     Op,
     Placement,
     Schedule,
@@ -21,19 +20,14 @@ from penstock.schedule import (
     generate,
     reduce_ties,
 )
-from penstock.schedule.order import earliest_times
 from penstock.simulate import Links, simulate
 from penstock.simulate.costs import LinkCost, StageCost
+from penstock.simulate.search import search
 from scaffolding.some_schedules import small_ones, with_overlaps
 
 # Whole numbers: sums of them are exact.
 from_zero, from_one = st.integers(0, 9).map(float), st.integers(1, 5).map(float)
-stage_costs = st.builds(StageCost, from_zero, from_zero, from_zero, output_bytes=from_zero)
 schedules = small_ones()
-
-
-def without_overlaps(schedule: Schedule) -> Schedule:
-    return schedule.with_rows([list(row) for row in schedule.rows])
 
 
 def draw_links(data: st.DataObject, schedule: Schedule) -> dict[tuple[int, int], LinkCost]:
@@ -43,50 +37,20 @@ def draw_links(data: st.DataObject, schedule: Schedule) -> dict[tuple[int, int],
 
 
 @settings(max_examples=200)
-@given(schedules.map(without_overlaps), st.data())
-def test_the_plain_definition_of_earliest_times(schedule: Schedule, data: st.DataObject) -> None:
-    """Some stages have one cost, others one for each microbatch."""
-    if data.draw(st.booleans()):
-        frozen = data.draw(st.sets(st.integers(0, schedule.stages - 1)))
-        schedule = drop_backward(schedule, frozen)
-    links = draw_links(data, schedule)
-    each = st.lists(stage_costs, min_size=schedule.microbatches, max_size=schedule.microbatches)
-    costs = [data.draw(st.one_of(stage_costs, each)) for _ in range(schedule.stages)]
-    dependencies = Dependencies(schedule)
-    actions, rank_of = dependencies.actions, dependencies.rank_of
-
-    def cost(stage: int, number: int | None) -> StageCost:
-        of_stage = costs[stage]
-        return of_stage if isinstance(of_stage, StageCost) else of_stage[number or 0]
-
-    def duration(node: int) -> float:
-        return seconds(actions[node], cost(actions[node].stage, actions[node].microbatch))
-
-    def delay(made: int, used: int) -> float:
-        if rank_of[made] == rank_of[used]:
-            return 0.0
-        lower = min(actions[made].stage, actions[used].stage)
-        size = cost(lower, actions[used].microbatch).output_bytes
-        return links[rank_of[made], rank_of[used]].seconds(size)
-
-    starts, ends = earliest_times(dependencies, duration, delay)
-    timeline = simulate(schedule, costs, links)
-    assert [(s.rank, s.action, s.start_seconds, s.end_seconds) for s in timeline] == list(
-        zip(rank_of, actions, starts, ends, strict=True)
-    )
-    lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
-    assert simulate(lowered, costs, links) == timeline
-
-
-@settings(max_examples=200)
 @given(schedules, st.data())
 def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject) -> None:
+    """Some stages have one cost, others one for each microbatch; some may be frozen."""
+    if data.draw(st.booleans()):
+        schedule = drop_backward(schedule, data.draw(st.sets(st.integers(0, schedule.stages - 1))))
     schedule = with_overlaps(schedule, iter(lambda: data.draw(st.booleans()), None))
     three, overlapped = (from_one, from_one, from_one), st.one_of(st.none(), from_one)
     one = st.builds(StageCost, *three, output_bytes=from_zero, overlapped_seconds=overlapped)
-    costs = data.draw(st.lists(one, min_size=schedule.stages, max_size=schedule.stages))
+    each = st.lists(one, min_size=schedule.microbatches, max_size=schedule.microbatches)
+    costs = [data.draw(st.one_of(one, each)) for _ in range(schedule.stages)]
     links = draw_links(data, schedule)
-    ticked = tick(schedule, costs, links)
+    ticked = tick(
+        schedule, [[cost] * schedule.microbatches if isinstance(cost, StageCost) else cost for cost in costs], links
+    )
     if ticked is None:
         with pytest.raises(ScheduleError, match="deadlock"):
             simulate(schedule, costs, links)
@@ -98,6 +62,8 @@ def test_the_clock_that_ticks(schedule: Schedule, data: st.DataObject) -> None:
         parts: ticked[parts[0]] for parts in items
     }
     assert all(times[one][1] == times[two][0] for one, *others in items for two in others)
+    lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
+    assert simulate(lowered, costs, links) == timeline
 
 
 def starts(schedule: Schedule, rank: int, cost: StageCost, links: Links) -> list[float]:
@@ -131,6 +97,15 @@ def test_of_two_that_overlap_the_outputs_leave_when_both_have_ended() -> None:
     assert list(apart.tracks[1].start) == [2, 4, 14, 16]
 
 
+def test_two_that_overlap_take_what_the_forwards_microbatch_says() -> None:
+    schedule = Schedule.parse(
+        "x: 3 microbatches, stages on ranks 0\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B (0F2;0B1)OVERLAP_F_B 0B2"
+    )
+    cost = StageCost(1, 2, 0)
+    costs = [[cost, replace(cost, overlapped_seconds=2.5), cost]]
+    assert list(simulate(schedule, costs).tracks[0].end)[2::2] == [3.5, 6.5]
+
+
 def test_an_overlap_that_waits_for_its_own_output_is_refused() -> None:
     schedule = Schedule.parse(
         "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F1 (0F0;0B1)OVERLAP_F_B 0B0\nrank 1: 1F0 1F1 1B1 1B0"
@@ -161,6 +136,13 @@ def test_what_cannot_be_simulated_is_refused() -> None:
         simulate(generate("gpipe", 3, 2), [StageCost(1, 1, 1)] * 2)
     with pytest.raises(ScheduleError, match="waits at 0B0"):
         simulate(Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0: 0B0 0F0"), StageCost(1, 1, 1))
+    schedule, cost = generate("1f1b", 2, 4), StageCost(1, 1, 1)
+    with pytest.raises(ArgumentError, match="stage 1 has 3 costs for 4 microbatches; pass one, or one for each"):
+        simulate(schedule, [cost, [cost] * 3])
+    with pytest.raises(ArgumentError, match="stage 0: parameter_bytes is not the same for all microbatches"):
+        simulate(schedule, [[cost, cost, cost, replace(cost, parameter_bytes=1)], cost])
+    with pytest.raises(ArgumentError, match="the search takes one for each stage"):
+        search(Placement.loop(2), 4, [cost, [cost] * 4], seconds=1)  # type: ignore[list-item]
 
 
 def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
@@ -170,14 +152,15 @@ def test_a_copy_of_the_model_costs_what_the_model_costs() -> None:
         simulate(schedule, [*costs, costs[0]])
 
 
-@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf")])
-def test_costs_that_are_none_are_refused(wrong: float) -> None:
-    with pytest.raises(ArgumentError, match="backward_weight_seconds"):
+@pytest.mark.parametrize("wrong", [-1.0, float("nan"), float("inf"), 1e308, 1e100])
+def test_costs_that_are_none_and_numbers_whose_sums_could_be_infinite_are_refused(wrong: float) -> None:
+    with pytest.raises(ArgumentError, match=r"backward_weight_seconds=.*: expected a"):
         StageCost(1, 1, wrong)
-    with pytest.raises(ArgumentError, match="latency_seconds"):
+    with pytest.raises(ArgumentError, match=r"latency_seconds=.*: expected a"):
         LinkCost(wrong)
-    with pytest.raises(ArgumentError, match="bytes_per_second"):
-        LinkCost(0, 0)
+    for bandwidth in (0, 1e-308):
+        with pytest.raises(ArgumentError, match=r"bytes_per_second=.*: expected a bandwidth above"):
+            LinkCost(0, bandwidth)
 
 
 def test_ranks_that_begin_later() -> None:
@@ -190,13 +173,3 @@ def test_ranks_that_begin_later() -> None:
     for begin in ([1.0], [0.0, -1.0], [0.0, float("nan")]):
         with pytest.raises(ArgumentError, match="a time of 0 or more for each of 2 ranks"):
             simulate(schedule, cost, begin=begin)
-
-
-@pytest.mark.parametrize("number", [1e308, 1e100])
-def test_numbers_whose_sums_could_be_infinite_are_refused(number: float) -> None:
-    with pytest.raises(ArgumentError, match=r"forward_seconds=1e\+\d+: expected a number below 1e\+100"):
-        StageCost(number, 1, 1)
-    with pytest.raises(ArgumentError, match=r"latency_seconds=1e\+\d+: expected a number below 1e\+100"):
-        LinkCost(number)
-    with pytest.raises(ArgumentError, match=r"bytes_per_second=.*: expected a bandwidth above 1e-100"):
-        LinkCost(0, 1 / number)

@@ -117,7 +117,7 @@ def test_a_rank_waits_for_the_later_of_what_two_that_overlap_need() -> None:
     assert "2B0" in [str(span.action) for span in critical_path(schedule, timeline).spans]
 
 
-def test_what_overlaps_is_not_the_link() -> None:
+def test_two_that_overlap_on_the_rank_before_are_not_the_link() -> None:
     """Rank 1 waits for 0F1, which with 0B0 beside it takes until both end."""
     schedule = Schedule.parse(
         "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1\nrank 1: 1F0 1B0 1F1 1B1"
@@ -125,21 +125,35 @@ def test_what_overlaps_is_not_the_link() -> None:
     timeline = simulate(schedule, StageCost(2, 4, 0), LinkCost(1))
     # 1B0 ends at 9, 0F1 and 0B0 run from 10 to 16, and 1F1 starts at 17.
     assert causes(schedule, timeline)[1] == {"warm-up": 3, "waiting for forward": 7, "link": 1, "cool-down": 5}
+    path = critical_path(schedule, timeline)
+    assert [str(span.action) for span in path.spans] == ["0F0", "1F0", "1B0", "0F1", "0B0", "1F1", "1B1", "0B1"]
+    assert path.link_seconds == 4
 
 
 def test_a_real_run_with_messages_in_it() -> None:
     schedule = generate("gpipe", 2, 1)
     timeline = measured(
         schedule,
-        "0F0 100 110 200, 0SEND_F0 200 200 205, 0RECV_B0 205 205 206, 0B0 206 480 600",
+        "0F0 100 110 200, 0SEND_F0 200 200 205, 0RECV_B0 205 205 206, 0B0 206 480 600, 0REDUCE_GRAD0 600 600 640",
         "1RECV_F0 100 100 101, 1F0 101 230 300, 1B0 320 320 450, 1SEND_B0 450 450 455",
     )
     first, second = (
         {cause: round(seconds * 1e9, 6) for cause, seconds in rank.items()} for rank in causes(schedule, timeline)
     )
-    assert first == {"warm-up": 10, "waiting for backward": 250, "link": 30}
-    assert second == {"warm-up": 130, "other": 20, "cool-down": 150}
-    assert timeline.makespan_seconds == 500e-9
+    assert first == {"warm-up": 10, "waiting for backward": 250, "link": 30, "cool-down": 40}
+    assert second == {"warm-up": 130, "other": 20, "cool-down": 190}
+    assert timeline.makespan_seconds == 540e-9
+    path = critical_path(schedule, timeline)
+    assert [str(span.action) for span in path.spans] == ["0F0", "1F0", "1B0", "0B0"]
+    assert path.link_seconds == pytest.approx(90e-9)
+
+
+def test_ranks_that_ran_nothing() -> None:
+    schedule = Schedule.parse("x: 1 microbatch, stages on ranks 0 1\nrank 0: 0F0\nrank 1:")
+    assert causes(schedule, simulate(schedule, StageCost(3, 1, 1))) == [{}, {"warm-up": 3}]
+    nothing = Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0:")
+    path = critical_path(nothing, simulate(nothing, StageCost(1, 1, 1)))
+    assert (path.spans, path.link_seconds) == ((), 0)
 
 
 def test_a_clock_that_is_off_does_not_make_time_negative() -> None:
@@ -154,11 +168,6 @@ def test_a_clock_that_is_off_does_not_make_time_negative() -> None:
         assert min(by_cause.values()) >= 0
         total = sum(by_cause.values()) + timeline.busy_seconds(rank)
         assert total == pytest.approx(timeline.makespan_seconds, abs=1e-15)
-
-
-def test_a_rank_that_ran_nothing_was_never_warm() -> None:
-    schedule = Schedule.parse("x: 1 microbatch, stages on ranks 0 1\nrank 0: 0F0\nrank 1:")
-    assert causes(schedule, simulate(schedule, StageCost(3, 1, 1))) == [{}, {"warm-up": 3}]
 
 
 # -- critical path ----------------------------------------------------------------------------------------------------
@@ -220,36 +229,9 @@ def test_the_critical_path_of_1f1b_goes_there_and_back() -> None:
     assert (path.link_seconds, path.seconds(Op.F), path.seconds(Op.B)) == (0, 5, 10)
 
 
-def test_the_critical_path_goes_through_two_that_overlap() -> None:
-    schedule = Schedule.parse(
-        "x: 2 microbatches, stages on ranks 0 1\nrank 0: 0F0 (0F1;0B0)OVERLAP_F_B 0B1\nrank 1: 1F0 1B0 1F1 1B1"
-    )
-    path = critical_path(schedule, simulate(schedule, StageCost(2, 4, 0), LinkCost(1)))
-    assert [str(span.action) for span in path.spans] == ["0F0", "1F0", "1B0", "0F1", "0B0", "1F1", "1B1", "0B1"]
-    assert path.link_seconds == 4
-
-
-def test_the_critical_path_of_a_real_run() -> None:
-    schedule = generate("gpipe", 2, 1)
-    timeline = measured(
-        schedule,
-        "0F0 0 0 100, 0SEND_F0 100 100 105, 0B0 105 400 500, 0REDUCE_GRAD0 500 500 540",
-        "1RECV_F0 0 0 1, 1F0 1 120 200, 1B0 210 210 390",
-    )
-    path = critical_path(schedule, timeline)
-    assert [str(span.action) for span in path.spans] == ["0F0", "1F0", "1B0", "0B0"]
-    assert path.link_seconds == pytest.approx(40e-9)
-
-
 def test_nobody_waits_for_ranks_that_take_turns() -> None:
     schedule = generate("gpipe", 2, 2)
     turns = replace(simulate(schedule, StageCost(1, 2, 0)), serialized=True)
     for look in (idle_time_by_cause, critical_path):
         with pytest.raises(ArgumentError, match="ranks that took turns in one process"):
             look(schedule, turns)
-
-
-def test_nothing_has_no_critical_path() -> None:
-    schedule = Schedule.parse("x: 1 microbatch, stages on ranks 0\nrank 0:")
-    path = critical_path(schedule, simulate(schedule, StageCost(1, 1, 1)))
-    assert (path.spans, path.link_seconds) == ((), 0)

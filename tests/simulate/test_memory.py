@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -23,7 +22,7 @@ from penstock.schedule import (
     split_backward,
 )
 from penstock.schedule.timeline import Timeline
-from penstock.simulate import Memory, memory, simulate
+from penstock.simulate import Memory, memory, peaks, simulate
 from penstock.simulate.costs import StageCost
 from scaffolding.nanoseconds import from_nanoseconds
 from scaffolding.some_schedules import arbitrary, generated
@@ -97,13 +96,6 @@ def test_the_sum_over_microbatches(schedule: Schedule, data: st.DataObject) -> N
         assert course.peak == course.parameters + course.gradients + course.optimizer + course.peak_activations
 
 
-@given(schedules)
-def test_in_units_it_is_what_check_counts(schedule: Schedule) -> None:
-    cost = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
-    courses = memory(schedule, cost, simulate(schedule, cost))
-    assert [course.peak_activations for course in courses] == peak_activations(schedule)
-
-
 @given(schedules, st.integers(2, 4), st.booleans())
 def test_gathered_parameters_are_held_from_unshard_to_reshard(schedule: Schedule, window: int, messages: bool) -> None:
     """A walk along each row: what is gathered while an action runs, and the most at once."""
@@ -127,21 +119,11 @@ def test_gathered_parameters_are_held_from_unshard_to_reshard(schedule: Schedule
         assert plain[rank].peak_unsharded == 0
 
 
-def test_gathers_by_hand() -> None:
-    """They take no time in a simulation: the next stage's parameters are there while the one before still runs."""
-    schedule = add_sharding(generate("gpipe", 1, 1, 3), {0, 1, 2}, 2)
-    cost = StageCost(1, 1, 1, unsharded_bytes=10, parameter_bytes=5)
-    (found,) = memory(schedule, cost, simulate(schedule, cost))
-    assert list(zip(found.seconds, found.unsharded, strict=True)) == [
-        (0, 10), (0, 20), (1, 10), (1, 20), (5, 10), (5, 20), (7, 10), (9, 0),
-    ]  # fmt: skip
-    assert (found.peak_unsharded, found.peak, found.peak_activations) == (20, 35, 0)
-
-
 @given(schedules)
-def test_messages_and_reductions_hold_nothing(schedule: Schedule) -> None:
-    cost = StageCost(1, 1, 1, activation_bytes=3, weight_gradient_bytes=1)
+def test_messages_and_reductions_hold_nothing_and_in_units_it_is_what_check_counts(schedule: Schedule) -> None:
+    cost = StageCost(1, 1, 1, activation_bytes=1, weight_gradient_bytes=1)
     timeline = simulate(schedule, cost)
+    assert [course.peak_activations for course in memory(schedule, cost, timeline)] == peak_activations(schedule)
     lowered = reduce_ties(add_communication(schedule), [range(schedule.stages)])
     assert memory(lowered, cost, timeline) == memory(schedule, cost, timeline)
 
@@ -155,6 +137,19 @@ def test_lines_of_one_rank_by_hand() -> None:
         (0, 10), (5, 4), (5, 14), (11, 10), (14, 4), (18, 0),
     ]  # fmt: skip
     assert (found.peak_activations, found.peak) == (14, 364)
+    with pytest.raises(ArgumentError, match="3 costs for 1 stages"):
+        memory(schedule, [cost] * 3, simulate(schedule, cost))
+
+
+def test_one_long_microbatch_with_much_to_keep() -> None:
+    schedule = generate("gpipe", 1, 3)
+    small, large = StageCost(1, 1, 0, activation_bytes=1), StageCost(5, 5, 0, activation_bytes=10)
+    timeline = simulate(schedule, [[small, large, small]])
+    assert list(timeline.tracks[0].end) == [1, 6, 7, 8, 13, 14]
+    (found,) = memory(schedule, [[small, large, small]], timeline)
+    held = [(0, 1), (1, 11), (6, 12), (8, 11), (13, 1), (14, 0)]
+    assert list(zip(found.seconds, found.activations, strict=True)) == held
+    assert peaks(schedule, [[small, large, small]], timeline)[0].activations == 12
 
 
 def test_a_real_run_is_measured_by_its_own_clock() -> None:
@@ -163,13 +158,3 @@ def test_a_real_run_is_measured_by_its_own_clock() -> None:
     cost = StageCost(1, 1, 1, activation_bytes=5)
     (found,) = memory(schedule, cost, from_nanoseconds([row]))
     assert (found.seconds, found.activations) == ((10e-9, 40e-9), (5, 0))
-
-
-def test_one_cost_for_each_stage() -> None:
-    schedule = generate("1f1b", 2, 2)
-    cost = StageCost(1, 1, 1)
-    with pytest.raises(ArgumentError, match="3 costs for 2 stages"):
-        memory(schedule, [cost] * 3, simulate(schedule, cost))
-    assert memory(schedule, [replace(cost)] * 2, simulate(schedule, cost)) == memory(
-        schedule, cost, simulate(schedule, cost)
-    )

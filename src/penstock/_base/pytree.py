@@ -67,13 +67,12 @@ class Rebuild(NamedTuple):
         return hash(self.kind)  # a context need not be hashable
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Rebuild) and self.kind is other.kind and self._alike(other)
+        if not isinstance(other, Rebuild) or self.kind is not other.kind:
+            return False
+        return self.context is other.context or bool(self.context == other.context)
 
     def __ne__(self, other: object) -> bool:
         return not self == other
-
-    def _alike(self, other: Rebuild) -> bool:
-        return self.context is other.context or bool(self.context == other.context)
 
 
 class TreeSpec(NamedTuple):

@@ -125,7 +125,8 @@ class Costs:
         if isinstance(self.stages, UnitsToCut):
             return
         stages = [self.stages] if isinstance(self.stages, StageCost) else self.stages
-        if self.has_bandwidth and not any(cost.output_bytes for stage in stages for cost in as_cost_tuple(stage)):
+        has_bandwidth = any(link.bytes_per_second < math.inf for link in self._link_costs)
+        if has_bandwidth and not any(cost.output_bytes for stage in stages for cost in as_cost_tuple(stage)):
             options = "--output-bytes, or output_bytes in the file of --costs"
             raise ArgumentError(f"{source}: the time of a message depends on its size; pass {options}")
 
@@ -134,10 +135,6 @@ class Costs:
         if isinstance(self.links, LinkCost):
             return [self.links]
         return self.links.known if isinstance(self.links, MeasuredLinks) else [*self.links.values()]
-
-    @property
-    def has_bandwidth(self) -> bool:
-        return any(link.bytes_per_second < math.inf for link in self._link_costs)
 
     def of(self, schedule: Schedule) -> list[StageCosts]:
         """Return the cost of each of the schedule's stages. Raise ArgumentError if the number of costs differs from the

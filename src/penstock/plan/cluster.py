@@ -97,11 +97,6 @@ class Cluster:
         return 1 if self.devices_per_host is None else math.ceil(self.devices / self.devices_per_host)
 
     @property
-    def has_limit(self) -> bool:
-        """Whether any device's memory is limited."""
-        return any(kind.memory_bytes < math.inf for kind in self.kinds)
-
-    @property
     def kind_of(self) -> tuple[int, ...]:
         """The index of each device's kind."""
         return tuple(index for index, kind in enumerate(self.kinds) for _ in range(kind.devices))

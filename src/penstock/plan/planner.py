@@ -228,7 +228,7 @@ def enumerate_candidates(sizes: Sizes, cluster: Cluster, global_batch: int, fixe
             cut = cuts.get(key) or cuts.setdefault(key, cut_model(units, placement, cluster, kinds))
             pipelines, reduces = placement.pipelines, [ring(cost.gradient_bytes, choice.replicas) for cost in cut.costs]
             bound = step_lower_bound(choice, [*cut.costs] * pipelines, reduces * pipelines)
-            if cluster.has_limit:  # with other cuts, too
+            if any(kind.memory_bytes < math.inf for kind in cluster.kinds):  # with other cuts, too
                 bound = min(bound, lower_bound_any_cut(choice, cut.units, cut.rank_speeds))
             # Of some rank at least the mean.
             updated = pipelines * stage_cost(cut.units, 0).optimizer_bytes / sum(cut.rank_speeds)

@@ -53,11 +53,6 @@ class Track:
     def __len__(self) -> int:
         return len(self.start)
 
-    @property
-    def last_end(self) -> float | None:
-        """When the last span ends; None if there is none."""
-        return max(self.end, default=None)
-
 
 @dataclass(frozen=True, slots=True)
 class _TrackFile:
@@ -239,7 +234,7 @@ class Timeline(Displayable):
     @cached_property
     def _last_ends(self) -> list[float | None]:
         """When each rank's last span ends; None if it has none."""
-        return [track.last_end for track in self.tracks]
+        return [max(track.end, default=None) for track in self.tracks]
 
     @cached_property
     def _busy(self) -> list[float]:

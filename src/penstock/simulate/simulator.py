@@ -59,12 +59,6 @@ class CostColumns:
             seconds[op.code] = _by_number(costs, name)
         return cls(seconds, _by_number(costs, "output_bytes"), _by_number(costs, "overlapped_seconds"))
 
-    @classmethod
-    def from_seconds(cls, seconds: Floats) -> CostColumns:
-        """Build the columns from times alone: messages have no bytes."""
-        shape = seconds.shape[1:]
-        return cls(seconds, np.zeros(shape), np.full(shape, np.nan))
-
 
 @dataclass(frozen=True, slots=True)
 class Work:

@@ -43,10 +43,7 @@ def test_by_hand() -> None:
     assert operation_seconds(Operation(989.4e12, 0, "bfloat16", 3), H100, half) == pytest.approx(3 * (2 + 1e-6))
     assert operation_seconds(Operation(0, 3350e9), H100, half) == pytest.approx(4 + 1e-6)
     assert seconds_of([Operation(1, 3350e9), Operation(494.7e12, 1, "tf32")], H100, half) == pytest.approx(6 + 2e-6)
-
-
-def test_no_peak_is_needed_where_nothing_is_multiplied() -> None:
-    v100 = device("v100")
+    v100 = device("v100")  # has no peak in bfloat16, and needs none where nothing is multiplied
     assert operation_seconds(Operation(0, 900e9, "bfloat16"), v100, Efficiency(1, 1, 0)) == pytest.approx(1)
     with pytest.raises(ArgumentError, match="no stated peak for products in bfloat16"):
         operation_seconds(Operation(1, 900e9, "bfloat16"), v100)
@@ -84,22 +81,9 @@ def test_what_no_measurement_tells_stays_where_it_was() -> None:
     assert found.matmul_efficiency == pytest.approx(0.35, rel=0.05)
     assert found.bandwidth_efficiency == pytest.approx(DEFAULT_EFFICIENCY.bandwidth_efficiency)
     assert found.launch_seconds == pytest.approx(DEFAULT_EFFICIENCY.launch_seconds, rel=1e-3)
-
-
-def test_few_measurements_move_what_is_likely_to_be_off() -> None:
-    """One that could be explained by any constant does not drive one of them to its end."""
-    run = [Operation(1e12, 1e7, "bfloat16"), Operation(0, 2e9, count=2), Operation(0, 1e4, count=20)]
-    seconds = 0.8 * seconds_of(run, H100)
-    found = calibrate([Measurement(run, seconds)], H100)
-    assert seconds_of(run, H100, found) + found.run_seconds == pytest.approx(seconds, rel=0.1)
-    assert DEFAULT_EFFICIENCY.matmul_efficiency < found.matmul_efficiency < 0.95
-    assert DEFAULT_EFFICIENCY.bandwidth_efficiency < found.bandwidth_efficiency <= 1
-
-
-def test_faster_than_the_peak_is_fitted_by_the_peak() -> None:
-    found = calibrate([Measurement([Operation(1e15, 1, "bfloat16")], 0.1)], H100)
-    assert found.matmul_efficiency == 1
-    assert found.error > 5
+    beyond = calibrate([Measurement([Operation(1e15, 1, "bfloat16")], 0.1)], H100)  # faster than the peak
+    assert beyond.matmul_efficiency == 1
+    assert beyond.error > 5
 
 
 @pytest.mark.parametrize(

@@ -91,8 +91,10 @@ def test_a_step_that_is_cut_off_is_left_out(tmp_path: Path) -> None:
     assert any(note.startswith("left out 1 pipeline, the first in step 1") for note in found.run.notes)
 
 
-def test_begins_and_ends_are_actions(tmp_path: Path) -> None:
-    (tmp_path / "trace.json").write_text(json.dumps([*begins_and_ends(SHOWN)]))
+@pytest.mark.parametrize("indent", [None, 2])
+def test_begins_and_ends_are_actions(tmp_path: Path, indent: int | None) -> None:
+    events = [event | {"cat": "mine"} for event in begins_and_ends(SHOWN)]
+    (tmp_path / "trace.json").write_text(json.dumps(events, indent=indent))
     check(explain(load_trace([tmp_path / "trace.json"])))
 
 
@@ -162,9 +164,3 @@ def test_a_trace_beyond_the_limit_is_read_without_its_operations(
     assert load_trace([file]) == expected
     with pytest.raises(ArgumentError, match="more than 0 MiB, the limit for such a file; of a trace, keep only"):
         load_trace([file], pattern="(?P<op>fwd|bwd)-(?P<microbatch>[0-9]+)")
-
-
-def test_an_indented_list_is_read_whole(tmp_path: Path) -> None:
-    events = [event | {"cat": "mine"} for event in begins_and_ends(SHOWN)]
-    (tmp_path / "trace.json").write_text(json.dumps(events, indent=2))
-    check(explain(load_trace([tmp_path / "trace.json"])))

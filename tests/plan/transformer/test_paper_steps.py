@@ -56,24 +56,6 @@ def test_a_step_is_the_pipeline_then_sums_then_the_optimizer() -> None:
     assert sharded.optimizer_seconds == two.optimizer_seconds / 2
 
 
-def test_recomputation_trades_time_for_memory() -> None:
-    machine, model = ClusterSpec(device("a100")), transformer("gpt3-175b")
-    none, selective, full = (
-        predict_step(TrainingConfig(model, 2048, 8, True, recompute), machine, ParallelLayout(1, 8, 8))
-        for recompute in ("none", "selective", "full")
-    )
-    assert none.seconds < selective.seconds < full.seconds < 1.4 * none.seconds
-    assert none.activation_bytes[0] > 2 * selective.activation_bytes[0] > 2 * full.activation_bytes[0]
-
-
-def test_a_slower_network_is_felt_between_hosts_only() -> None:
-    job = TrainingConfig(transformer("llama3-8b"), 4096, 2, True, flash_attention=True)
-    fast, slow = (ClusterSpec(device("h100"), network_fraction=share) for share in (0.8, 0.08))
-    inside, across = ParallelLayout(2, 2, 4), ParallelLayout(8, 2, 4)
-    assert predict_step(job, fast, inside) == predict_step(job, slow, inside)
-    assert predict_step(job, fast, across).seconds < predict_step(job, slow, across).seconds
-
-
 def test_a_profile_of_numbers_is_planned_like_a_measured_one() -> None:
     machine = ClusterSpec(device("h100"))
     job = TrainingConfig(transformer("llama3-70b"), 4096, 8, True, flash_attention=True, optimizer_shards=8)

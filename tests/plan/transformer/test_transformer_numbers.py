@@ -9,7 +9,7 @@ import pytest
 from penstock._base.errors import ArgumentError
 from penstock.plan.transformer import NAMED, TrainingConfig, TransformerConfig, transformer
 from penstock.plan.transformer.memory import layer_activations, layer_memory
-from penstock.plan.transformer.operations import head_work, layer_work, tile_waste
+from penstock.plan.transformer.operations import head_work, layer_work
 
 PAPER = json.loads(
     (Path(__file__).parents[3] / "benchmarks/fidelity/data/korthikanti.json").read_text(encoding="utf-8")
@@ -75,33 +75,6 @@ def test_products_are_two_flops_a_parameter_and_token_and_attention(name: str) -
         assert forward == pytest.approx(2 * tokens * matrices + attention)
         assert inputs == pytest.approx(2 * tokens * matrices + 2 * attention)
         assert weights == pytest.approx(2 * tokens * matrices)
-
-
-def test_a_group_divides_products_but_norms_only_with_sequence_parallelism() -> None:
-    model = NAMED["llama3-8b"]
-    alone, divided, by_tokens = (
-        layer_work(TrainingConfig(model, 1024, t, parallel, flash_attention=True), 1, 0)
-        for t, parallel in ((1, False), (8, False), (8, True))
-    )
-
-    def products(work: object) -> float:
-        return sum(each.flops for each in work.forward)  # type: ignore[attr-defined]
-
-    def rest(work: object) -> float:
-        return sum(each.bytes for each in work.forward if not each.flops)  # type: ignore[attr-defined]
-
-    assert products(divided) == products(by_tokens) == pytest.approx(products(alone) / 8)
-    assert rest(by_tokens) == pytest.approx(rest(alone) / 8)
-    assert rest(divided) > rest(by_tokens)
-    assert alone.forward_reduces == alone.backward_reduces == ()
-    assert divided.forward_reduces == divided.backward_reduces == (2 * 1024 * model.hidden_size,) * 2  # Shoeybi, 2019
-
-
-def test_the_last_wave_of_tiles_costs_as_much_as_a_full_one() -> None:
-    assert tile_waste(108, 256 * 108, 128) == 1
-    assert tile_waste(108, 256 * 109, 128) == pytest.approx(2 * 108 / 109)
-    assert tile_waste(108, 128, 256 * 108) == 1  # the tile turned round
-    assert tile_waste(0, 7, 13) == 1
 
 
 def test_numbers_may_replace_those_of_a_name() -> None:

@@ -120,29 +120,6 @@ def test_plans_traces_and_schedules_open(tmp_path: Path) -> None:
         open_view(tmp_path / "folder", "folder")
 
 
-@pytest.mark.long
-def test_what_ifs_by_keyboard(open_page: Any, studio: Start, tmp_path: Path) -> None:
-    a_run(tmp_path / "gpt")
-    page = open_page(f"{studio(tmp_path).link}&view=runs&run=gpt")
-    menu = ".what-if select"
-    page.focus(menu)
-    names = page.locator(f"{menu} option").all_inner_texts()
-    assert not {"chimera", "dualpipe"} & {*names}  # nobody can compare these
-    for name in names[1:3]:
-        page.keyboard.press("ArrowDown")
-        page.wait_for_function(
-            "name => document.querySelector('.outcome')?.textContent.includes('instead of') &&"
-            " new URLSearchParams(location.hash.slice(1)).get('what_if') === `schedule=${name}` &&"
-            " document.activeElement === document.querySelector('.what-if select')",
-            arg=name,
-        )
-    page.keyboard.press("Home")
-    page.click("[data-cut='1']")
-    page.wait_for_timeout(200)
-    page.keyboard.press("ArrowRight")
-    page.wait_for_function("() => document.querySelector(\"[data-cut='1']\").getAttribute('aria-valuenow') === '5'")
-
-
 def test_runs_are_a_table_to_sort_and_filter(open_page: Any, studio: Start, tmp_path: Path) -> None:
     for name, schedule in (("b", "gpipe"), ("a", "zb-h1")):
         write_json_line(a_run(tmp_path / name) / "run.json", {**ABOUT.to_dict(), "name": name, "schedule": schedule})

@@ -59,10 +59,6 @@ def test_a_page_has_every_action_with_its_times_and_needs(tmp_path: Path, open_p
             assert (found["rank"], found["label"]) == (span.rank, str(span.action))
             assert (found["start"], found["end"]) == (span.start_seconds, span.end_seconds)
             assert bool(found["critical"]) == ((span.rank, str(span.action)) in critical)
-
-
-def test_what_an_action_needs_is_said_in_words(tmp_path: Path, open_page: Any) -> None:
-    page = open_page(of_schedules(tmp_path, ZB))
     number = next(number for number, span in enumerate(simulated(ZB)) if str(span.action) == "1I0")
     page.evaluate(f"view.select(0, {number})")
     text = page.inner_text(".tl-details")
@@ -206,15 +202,6 @@ def test_names_cannot_become_markup(tmp_path: Path, open_page: Any) -> None:
     name = "</script><script>window.ran = 1</script><img src=x onerror='window.ran = 1'>"
     page = open_page(with_timeline(tmp_path, timeline_data([band(name, simulated(ZB), ZB, note=name)])))
     assert page.evaluate("[view.bands[0].name, window.ran]") == [name, None]
-
-
-def test_curves_keep_their_peaks() -> None:
-    costs = [StageCost(1.0, 1.0, 0.0, activation_bytes=3.0, weight_gradient_bytes=3.0)] * 3
-    timeline = simulated(ZB)
-    for held in memory(ZB, costs, timeline):
-        made = curve(held)
-        assert max(made["bytes"]) == held.peak
-        assert len(made["t"]) <= 1 + len(held.seconds)
 
 
 def test_a_bundle_stands_alone() -> None:

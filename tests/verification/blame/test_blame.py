@@ -9,8 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.distributed.launch.agent import remaining_processes
@@ -21,7 +20,6 @@ from penstock.verification.blame.command import resolve_command, run
 from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
 from penstock.verification.blame.watch import FOLDER, Step
-from penstock.verification.first_difference import FORWARD, ModuleTrace, ValueKey, confusable_values, first_value
 
 BENCH = Path(__file__).parents[3] / "benchmarks" / "blame"
 QUICK = ("with_replicas.py hand,stages first,dropout right",)
@@ -64,22 +62,6 @@ def test_the_command_says_what_is_wrong(tmp_path: Path) -> None:
     assert "what is wrong comes after these actions" in text
     for action in ("forward of microbatch 3, stage 0", "backward of microbatch 3, stage 1"):
         assert f"<title>{action}: " in text, "what ranks did, by the clock"
-
-
-def test_a_module_that_ranks_know_by_another_name_draws_what_it_drew() -> None:
-    """A dropout held twice: by its first name in the unsplit model, by its second on a stage."""
-    model = nn.Module()
-    model.drop = nn.Dropout(0.5)
-    model.net = nn.Sequential(nn.Linear(3, 3), model.drop)
-    x = torch.ones(4, 3)
-    torch.manual_seed(5)
-    state, drawn = torch.get_rng_state(), model.net(x)
-    trace = ModuleTrace(1, ["net", "net.0", "drop"], random={("net.1", 0, 0): state})
-    torch.manual_seed(6)
-    with trace.attach(model, {}):
-        trace.begin(0)
-        assert torch.equal(model.net(x), drawn)
-    assert not any(place.module == "net.1" for place in trace.values)
 
 
 def test_a_page_frames_the_wrong_action() -> None:
@@ -183,26 +165,20 @@ def test_renumbered_layers_are_known_by_their_weights() -> None:
     assert parts[1].tensors["1.0.bias"] == "layers.2.0.bias"
 
 
-def test_a_layer_left_out_is_the_one_whose_weights_nobody_has() -> None:
-    """As in DeepSpeed's PipelineModule, which numbers the layers that it is given from 0."""
+def test_what_has_no_number_of_its_own_is_named_by_weights_or_by_order() -> None:
+    """A layer that was left out, as in DeepSpeed's PipelineModule, which numbers from 0; weights that the script drew
+    itself; a frozen stage."""
     model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
     stages = [part(0, nn.Sequential(model[0], model[2])), part(1, nn.ModuleDict({"2": model[3]}))]
     name_parts(stages, model)
     assert sorted(name for one in stages for name in one.modules.values()) == ["0", "2", "3"]
-
-
-def test_weights_that_the_script_drew_itself_are_named_by_order() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4)))
-    parts = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
-    name_parts(parts, model)
-    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
-
-
-def test_a_frozen_stage_is_known_by_its_weights() -> None:
-    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(4))).requires_grad_(False)
-    parts = [part(0, model[:2]), part(1, nn.Sequential(model[2], model[3]))]
-    name_parts(parts, model)
-    assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    drawn = [part(rank, nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) for rank in range(2)]
+    name_parts(drawn, model)
+    model.requires_grad_(False)
+    frozen = [part(0, model[:2]), part(1, nn.Sequential(model[2], model[3]))]
+    name_parts(frozen, model)
+    for parts in (drawn, frozen):
+        assert [*parts[1].tensors.values()] == ["2.weight", "2.bias", "3.weight", "3.bias"]
 
 
 def test_weights_in_another_dtype_are_refused() -> None:
@@ -211,26 +187,3 @@ def test_weights_in_another_dtype_are_refused() -> None:
         ArgumentError, match=r"'0.weight' is torch.bfloat16 .* let TARGET return model.to\(torch.bfloat16\)"
     ):
         name_parts([part(0, nn.Sequential(nn.Linear(3, 3)).bfloat16())], model)
-
-
-def test_a_wrong_argument_is_found_before_what_it_spoils() -> None:
-    """Positions that a stage has wrong: what enters the layer, not what a module in it makes of that."""
-    order = ["layer.norm", "layer.attention", "layer"]
-    x, positions, sums = torch.randn(2, 3), torch.arange(2), torch.randn(2, 3)
-
-    def trace(positions: Tensor, entering: Tensor) -> ModuleTrace:
-        values = {"layer": [x, positions], "layer.norm": [x], "layer.attention": [entering]}
-        entered = {
-            ValueKey(FORWARD[0], name, 0, leaf, 0): v for name, of in values.items() for leaf, v in enumerate(of)
-        }
-        remaining_processes = {
-            ValueKey(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order
-        }
-        return ModuleTrace(1, order, entered | remaining_processes)
-
-    mine, right = trace(positions * 0, x), trace(positions, x + 1)
-    found = first_value(mine, right, exact=True)
-    assert found is not None
-    assert found[0] == ValueKey(FORWARD[0], "layer", 0, 1, 0)
-    spoilt = ValueKey(FORWARD[0], "layer.attention", 0, 0, 0)
-    assert "it is what leaves 'layer.norm'" in confusable_values(spoilt, mine, right)  # no layer is between them

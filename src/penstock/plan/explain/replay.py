@@ -201,13 +201,14 @@ _columns = lru_cache(maxsize=4)(Columns.from_schedule)
 
 
 def _cost_columns(seconds: Floats, host: Floats) -> CostColumns:
-    """[O, S, M] as costs by stage and microbatch. A backward that is not split counts as I."""
+    """[O, S, M] as costs by stage and microbatch, of messages without bytes. A backward that is not split counts as
+    I."""
     with_host = np.nan_to_num(seconds + host[:, :, None])
     backward = np.where(np.isnan(seconds[_B]), with_host[_I], with_host[_B])
     costs = np.zeros((len(Op), *seconds.shape[1:]))
     costs[Op.F.code], costs[Op.B.code] = with_host[_F], backward + with_host[_W]
     costs[Op.I.code], costs[Op.W.code] = backward, with_host[_W]
-    return CostColumns.from_seconds(costs)
+    return CostColumns(costs, np.zeros(costs.shape[1:]), np.full(costs.shape[1:], np.nan))
 
 
 def build_replay(step: Step, seconds: Floats) -> Replay:

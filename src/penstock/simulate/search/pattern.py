@@ -26,11 +26,6 @@ def period_seconds(problem: Problem) -> float:
     return max(problem.work_seconds) / max(problem.count)
 
 
-def horizon_seconds(problem: Problem) -> float:
-    """Return a time longer than any pattern: a W this late runs only in gaps, to free memory, and at the end."""
-    return sum(problem.work_seconds) + sum(problem.lag)
-
-
 def regular(problem: Problem) -> Iterator[Pattern]:
     """Yield patterns whose forwards, and whose backwards, travel at one speed, those that are best most often first.
 
@@ -183,8 +178,9 @@ def _sample_delay(problem: Problem, random: Random) -> float:
 
 
 def _weights(problem: Problem, delay: float) -> tuple[float, ...]:
-    """Return the time from I's start to W's, for each stage."""
-    delay = min(delay, horizon_seconds(problem))
+    """Return the time from I's start to W's, for each stage: at most a time longer than any pattern, after which a W
+    runs only in gaps, to free memory, and at the end."""
+    delay = min(delay, sum(problem.work_seconds) + sum(problem.lag))
     return tuple(problem.seconds[3 * stage + 1] + delay for stage in range(problem.stages))
 
 

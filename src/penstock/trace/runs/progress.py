@@ -43,7 +43,8 @@ class Progress:
         if not steps:
             return None
         last = steps[-1]
-        gaps = seconds_between(steps[-RECENT - 1 :])
+        # From the end of each step to that of the next: with the optimizer and all else in the loop.
+        gaps = [after.at_seconds - before.at_seconds for before, after in pairwise(steps[-RECENT - 1 :])]
         seconds = median(gaps) if gaps else None
         remaining = None
         if seconds is not None and total_steps is not None:
@@ -80,8 +81,3 @@ class Progress:
         if self.left_seconds and not over:
             parts.append(f"{short_duration(self.left_seconds)} left")
         return ", ".join(parts)
-
-
-def seconds_between(steps: Sequence[StepRecord]) -> list[float]:
-    """Return the seconds from the end of each step to that of the next: with the optimizer and all else in the loop."""
-    return [after.at_seconds - before.at_seconds for before, after in pairwise(steps)]
