@@ -276,14 +276,15 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
 
 def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
     """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
-    for slots, key, fake, name in recorder.loan.installed:
-        if (new := slots.get(key)) is fake or _is_cache(recorder, name, new):
-            continue
-        raise PartitionError(
-            f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
-            f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
-            "persistent=False"
-        )
+    for path, slots, fakes in recorder.loan.installed:
+        for key, fake in fakes.items():
+            if (new := slots.get(key)) is fake or _is_cache(recorder, path, key, new):
+                continue
+            raise PartitionError(
+                f"the forward replaces {f'{path}.{key}'.lstrip('.')!r} by a new tensor, which a stage cannot replay. "
+                f"Update it in place: self.{key}.copy_(...); if it is a cache of constants, register it with "
+                "persistent=False"
+            )
     in_units = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
         scope = recorder.module_names[id(module)]
@@ -297,13 +298,11 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
                 recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
 
 
-def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
+def _is_cache(recorder: Recorder, path: str, key: str, value: Tensor | None) -> bool:
     """Whether a replaced buffer holds only what every forward computes identically, as those of transformers' rotary
     embeddings of dynamic length do (`modeling_rope_utils`)."""
-    path, _, field = name.rpartition(".")
-    module = recorder.model.get_submodule(path)
-    saved = field not in module._non_persistent_buffers_set
-    return value is not None and not saved and recorder.observer.is_fixed(value)
+    is_saved = key not in recorder.model.get_submodule(path)._non_persistent_buffers_set
+    return value is not None and not is_saved and recorder.observer.is_fixed(value)
 
 
 def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:

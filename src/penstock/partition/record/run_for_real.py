@@ -22,7 +22,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.memory import extent
 from penstock._base.pytree import map_tensors
 from penstock.partition.nested import tensors_in
-from penstock.partition.record.fakes import Loan, Snapshot, fake_value, made_by_call
+from penstock.partition.record.fakes import Loan, Snapshot, fake_value, install_tensors, made_by_call
 from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.units import Unit, UnitCall, has_forward
@@ -60,7 +60,7 @@ def run_for_real(
         try:
             with observer.trial():  # making up tensors writes to them
                 real_args, real_kwargs = map_tensors(make_real, (args, kwargs))
-                _install_real(unit.module, make_real)
+                install_tensors(unit.module, make_real)
                 mutable = MutableArguments(real_args, real_kwargs)
                 versions = [stand_in._version for _, stand_in in pairs.values()]
             result = original(unit.module, *real_args, **real_kwargs)
@@ -90,15 +90,6 @@ def run_for_real(
             vars(module)[name] = to_fake(value)
     MutableArguments(args, kwargs).write_back(mutable.changed(), converted[1])
     return converted[0], drew, frozenset(written)
-
-
-def _install_real(unit: nn.Module, make_real: Callable[[Tensor], Tensor]) -> None:
-    """Put real tensors in place of the unit's parameters and buffers."""
-    for module in list(unit.modules()):
-        for slots in (module._parameters, module._buffers):
-            slots.update({k: make_real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
 def find_drawing_modules(unit: nn.Module, drew: Sequence[nn.Module | None]) -> tuple[list[nn.Module], list[nn.Module]]:
