@@ -43,6 +43,7 @@ from penstock.partition.record.operator_effects import SEED
 from penstock.partition.record.random_branches import merge_branches
 from penstock.partition.record.recorder import Attempt, Recorder
 from penstock.partition.recording import Constant, Recording, is_readable
+from penstock.partition.result_checks import drop_unread_shapes
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import ALL_UNITS, Left
 from penstock.partition.state.reachable import Reach
@@ -338,7 +339,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
     if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.reads), None)) is not None:
         reason = f"the forward branches on a buffer and updates it at {writer.source_line}"
         raise Obstacle(f"{reason}, which a recording cannot follow", writer.scope)
-    shape_nodes = recorder.result_checks.settle(recorder.facts, recorder.sized)
+    shape_nodes = drop_unread_shapes(recorder.facts, recorder.shapes_read, recorder.sized)
     free = {number for node, number in recorder.sized.items() if node not in shape_nodes}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.recorded(lambda t: outputs.setdefault(recorder.get_node(t), len(outputs))) for entry in left]

@@ -216,10 +216,6 @@ class Chance:
         if self._writer.observer.is_elsewhere:
             return function(*args, **kwargs)
         values = (*args, *kwargs.values())
-        if name == python_draws.FRESH:
-            if values and values[0] is not None:
-                return function(*args, **kwargs)  # has its own seed
-            self.refuse("a generator that has no seed (numpy.random.default_rng())")
         if self._writer.is_paused:
             self._writer.observer.draw()
             self._drew_in_unit = True

@@ -45,7 +45,7 @@ from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Call
 from penstock.partition.record.run_for_real import find_attributes, find_drawing_modules, run_for_real, taken
 from penstock.partition.recording import Guard, walk
-from penstock.partition.result_checks import ResultChecks
+from penstock.partition.result_checks import ShapeRead, set_pattern
 from penstock.partition.state.reachable import Reach
 from penstock.partition.units import Lesson, Unit, UnitCall, UnitSpec
 from penstock.partition.user_code import current_line
@@ -100,7 +100,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
         self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
-        self.result_checks = ResultChecks(self.opening)
+        self.shapes_read: list[ShapeRead] = []
         self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
@@ -286,7 +286,7 @@ class Recorder(Writer, TorchFunctionMode):
             inner_calls = self.observer.calls[first_call:]  # nodes for its arguments come before it
             self.observer.calls[first_call:] = [(inner, fact.index) for inner, _ in inner_calls]
             fact.depends_on_values = unit.name in self.ran_for_real
-            self.result_checks.note(fact, result)
+            set_pattern(fact, result, self.opening)
             if fact.depends_on_values:
                 self._extract_attributes(node, unit)
             return result
@@ -378,7 +378,7 @@ class Recorder(Writer, TorchFunctionMode):
         if self.ran_for_real or self.sized:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
             where = current_line(), self.scope
-            self.result_checks.shapes_read += [(entry[1], *where) for entry in tensors if entry is not None]
+            self.shapes_read += [(entry[1], *where) for entry in tensors if entry is not None]
 
     @property
     def all_notes(self) -> tuple[str, ...]:

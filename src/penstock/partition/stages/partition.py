@@ -180,18 +180,15 @@ def _find_elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, 
 
 def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
     """Return where the values that cross between stages, or enter or leave the model, were made."""
-    metas = [stage.meta for stage in stages]
-    names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
-    return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
-
-
-def _origin(recording: Recording, node: fx.Node) -> Origin:
-    fact = recording.facts[node]
-    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
-        producer = node.args[0]
-        if isinstance(producer, fx.Node) and recording.facts[producer].kind == "unit":
-            fact = recording.facts[producer]
-    return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
+    names = {v.name for s in stages for v in s.meta.inputs} | {v.name for s in stages for v in s.meta.outputs}
+    origins = {}
+    for node, fact in recording.facts.items():
+        if node.name in names:
+            if node.target is operator.getitem and isinstance(producer := node.args[0], fx.Node):
+                maker = recording.facts[producer]  # a part of a result was made by the unit that returned it
+                fact = maker if maker.kind == "unit" else fact
+            origins[node.name] = Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
+    return origins
 
 
 def _check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:
