@@ -7,7 +7,7 @@ import copy
 import random
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from penstock import pipeline
-from penstock._base.pytree import flatten, unflatten
 from scaffolding.by_hand import assert_same_gradients
 from scaffolding.models import Forward, OneLayer, llama, squared_error
 from scaffolding.proofs import proven
@@ -222,47 +221,6 @@ def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) 
         return SimpleNamespace(x=x + sum(losses if isinstance(losses, list) else losses.inner["losses"]))
 
     prove(Forward(forward, blocks=nn.ModuleList(Experts(WIDTH) for _ in range(4))), torch.randn(3, WIDTH))
-
-
-def test_copies_are_what_the_originals_are() -> None:
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    value = {"packed": packed, "plain": SimpleNamespace(), "nested": Nested(torch.ones(1))}
-    flat = flatten(value)
-    made = unflatten(flat.leaves, flat.structure)
-    assert flatten(made).structure == flat.structure
-    assert type(made["packed"]) is type(packed)
-    assert made["packed"].batch_sizes is packed.batch_sizes
-    assert made["plain"] is value["plain"]  # holds no tensor: not opened
-    assert made["nested"] is not value["nested"]
-    assert made["nested"].x is value["nested"].x
-    assert flat.paths[:2] == ["['packed'][0]", "['packed'][1]"]
-    assert "['nested'].inner.x" in flat.paths
-
-
-def test_what_owns_something_else_is_not_copied() -> None:
-    class Handle:
-        def __init__(self) -> None:
-            self.x = torch.ones(1)
-
-        def __del__(self) -> None:
-            """Gives something back."""
-
-    def numbers() -> Iterator[Tensor]:
-        yield torch.ones(1)
-
-    for value in (Handle(), numbers(), nn.Linear(1, 1)):
-        assert flatten(value).leaves == [value]
-
-
-def test_what_is_shared_is_looked_at_once() -> None:
-    """Objects without tensors that refer to each other many times over do not use up the budget."""
-    shared = SimpleNamespace(left=None, right=None)
-    for _ in range(20):
-        shared = SimpleNamespace(left=shared, right=shared)
-    x = torch.ones(2)
-    flat = flatten((shared, SimpleNamespace(x=x)))
-    assert flat.leaves[0] is shared
-    assert flat.leaves[1] is x
 
 
 # -- objects that blocks are given and that a stage cannot make anew for each microbatch -------------------------------

@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
 from penstock.partition import NoStreams, Partitioner
-from penstock.partition.cut.candidates import even_starts
 from scaffolding.models import gpt, mlp
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=8), st.data())
-def test_the_largest_run_is_as_small_as_can_be(weights: list[int], data: st.DataObject) -> None:
-    parts = data.draw(st.integers(1, len(weights)))
-
-    def cost(starts: tuple[int, ...]) -> tuple[int, int]:
-        sums = [sum(weights[a:b]) for a, b in zip(starts, (*starts[1:], len(weights)), strict=True)]
-        return max(sums), sum(s * s for s in sums)
-
-    starts = even_starts(weights, parts)
-    assert len(starts) == parts
-    assert starts == sorted(set(starts))
-    assert cost(tuple(starts)) == min(cost((0, *c)) for c in combinations(range(1, len(weights)), parts - 1))
-
-
-def test_the_largest_run_counts_before_the_sum_of_squares() -> None:
-    """[20, 2] in one run would make the squares smaller."""
-    assert even_starts([9, 9, 9, 20, 2, 20, 20], 6) == [0, 2, 3, 4, 5, 6]
-
-
-def test_many_layers_are_cut_quickly() -> None:
-    assert even_starts([1] * 2000, 64)[-1] >= 1900
-    assert even_starts([1] * 1000, 2) == [0, 500]
 
 
 def test_balance_by_layers_shares_the_blocks() -> None:

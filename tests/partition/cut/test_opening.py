@@ -179,40 +179,6 @@ def test_what_cannot_be_recorded_call_by_call_stays_whole(make: Callable[[int], 
     assert_equal(losses(4, make), losses(1, make))
 
 
-class Experts(nn.Module):
-    """A mixture: each row goes to the expert that its values choose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen, out = x.argmax(-1) % 4, torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]))
-        return x + out
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([head(x) for head in self.heads]).sum(0)
-
-
-@pytest.mark.parametrize(("make", "seed"), [(Experts, 5), (Heads, 0)])
-def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int) -> None:
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(make() for _ in range(4)))
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    assert cuts_of(model, 4) == ["1", "2", "3"]
-    proven(model, x, y, ranks=3, microbatches=2, exact=True)
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -75,16 +75,6 @@ def by_context() -> nn.Module:
     return Talking(leave, lambda self: self.context.hidden, first)
 
 
-def by_growing_list() -> nn.Module:
-    def leave(self: Any, h: Tensor) -> None:
-        self.context.seen.append(h)
-
-    def first(self: Any, x: Tensor) -> None:
-        self.blocks[0].context.seen = [x]
-
-    return Talking(leave, lambda self: torch.stack(self.context.seen).sum(0), first)
-
-
 def hook(module: Any, args: Any, result: Tensor) -> None:
     module.hooked = result.exp()
 
@@ -108,7 +98,7 @@ def by_weight() -> nn.Module:
     return Talking(lambda self, h: None, take)
 
 
-KINDS = [by_attribute, by_context, by_growing_list, by_hook, by_weight]
+KINDS = [by_attribute, by_context, by_hook, by_weight]
 
 
 def prove(model: nn.Module, **options: Any) -> None:
