@@ -145,17 +145,6 @@ def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:
     assert said.endswith("Do it outside of the model")
 
 
-def test_a_model_that_cannot_do_without_its_labels_is_refused_all_the_same() -> None:
-    class Own(nn.Linear):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            shifted = super().forward(labels)  # type: ignore[arg-type] # as an encoder-decoder's input
-            return x if shifted.sum() > 0 else -x
-
-    said = refusal(Own(WIDTH, WIDTH), kwargs={"labels": torch.randn(2, WIDTH)})
-    assert "depends on the values of a tensor" in said
-    assert "Leave out labels" not in said
-
-
 def test_labels_are_named_where_they_are_in_the_way() -> None:
     class Own(Model):
         def forward(self, x: Tensor, labels: Tensor | None = None, scale: int = 1) -> Tensor:

@@ -12,10 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import inspect, pipeline, verify
+from penstock import pipeline, verify
 from penstock._base.errors import PartitionError
 from scaffolding.everything import everything_goes
-from scaffolding.proofs import proven
 
 WIDTH, EXPERTS, ROWS = 8, 4, 8
 
@@ -67,17 +66,6 @@ class Experts(nn.Module):
         return (x, auxiliary(self)) if self.own else x
 
 
-class InList(Experts):
-    """One that keeps all losses in a list, which the recording cannot look into."""
-
-    def forward(self, x: Tensor) -> Any:
-        losses = []
-        for block in self.blocks:
-            x = block(x)
-            losses.append(block.mixture.l_aux)
-        return x, torch.stack(losses).mean()
-
-
 def auxiliary(model: Experts) -> Tensor:
     return sum(block.mixture.l_aux for block in model.blocks)  # type: ignore[return-value]
 
@@ -115,20 +103,6 @@ def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, 
     largest = whole[0].get_parameter(weight).grad.abs().max() / 4  # type: ignore[union-attr]
     row = next(row for row in report.rows if row.name == weight)
     assert row.max_reference == pytest.approx(float(largest)), "as in plain torch, with the auxiliary loss"
-
-
-def test_losses_that_the_forward_collects() -> None:
-    torch.manual_seed(0)
-    x, y = batch()
-    proven(InList(), x, y, lambda o, t: (o[0] - t).square().mean() + o[1], ranks=4, microbatches=4)
-
-
-def test_the_mixtures_need_no_remedy() -> None:
-    x, y = batch()
-    model, loss = made()
-    found = inspect(model, (x,), stages=2, loss=loss, target=y)
-    assert [stage.first_module for stage in found.stages[1:]] == ["blocks.2"]
-    assert all(block.mixture.l_aux is None for block in model.blocks), "the recording takes back what it left"
 
 
 def test_a_value_that_is_not_left_by_every_call_is_no_value() -> None:

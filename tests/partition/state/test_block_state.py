@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
-from penstock import ArgumentError, PartitionError, inspect, pipeline, verify
+from penstock import ArgumentError, PartitionError, inspect, pipeline
 from penstock.partition import Partitioner
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.proofs import proven
@@ -200,18 +200,6 @@ class Smooths(nn.Module):
         return y if last is None else y + last
 
 
-class InModel(nn.Module):
-    """Passes its state in and out."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.layer, self.last = nn.Linear(WIDTH, WIDTH), nn.GRU(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        out, state = self.layer(self.first(x).transpose(0, 1), state.transpose(0, 1).contiguous())
-        return self.last(out.transpose(0, 1)), state.detach().transpose(0, 1)
-
-
 def between(block: nn.Module) -> nn.Module:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), block, nn.Linear(WIDTH, WIDTH), nn.Tanh())
@@ -245,10 +233,3 @@ def test_what_does_not_grow_with_the_samples_is_kept() -> None:
     x, y = batch(2 * WIDTH)
     options = {"ranks": 2, "microbatches": 2, "schedule": "gpipe", "full_batch": False}
     proven(lambda: between(Smooths(lambda y: y.mean((0, 1)))), x, y, **options)
-
-
-def test_the_remedy_trains_as_one_device() -> None:
-    x, y = batch()
-    torch.manual_seed(0)
-    options = {"loss_fn": lambda out, y: F.mse_loss(out[0], y), "ranks": 2, "microbatches": 4}
-    verify(InModel, (x, torch.zeros(8, 1, WIDTH)), target=y, **options).raise_if_failed()
