@@ -35,21 +35,14 @@ class Modes:
     grad_enabled: bool | None = None
     autocast: tuple[bool, torch.dtype, bool] | None = None
 
-
-class EntryModes:
-    """The modes at the forward's entry, with which each call's are compared."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.grad_enabled = torch.is_grad_enabled()
-        self.autocast = autocast_state(device)
-
-    def difference(self) -> Modes:
-        """Return the present modes, if they differ from those at entry."""
-        grad = torch.is_grad_enabled()
-        autocast = autocast_state(self.device)
-        enabled_differs = autocast[0] != self.autocast[0] or (autocast[0] and autocast != self.autocast)
-        return Modes(grad if grad != self.grad_enabled else None, autocast if enabled_differs else None)
+    @classmethod
+    def now(cls, device: torch.device, entry: Modes | None = None) -> Modes:
+        """Return the present modes; with those at entry, as far as they differ."""
+        grad, autocast = torch.is_grad_enabled(), autocast_state(device)
+        if entry is None or entry.autocast is None:
+            return cls(grad, autocast)
+        differs = autocast != entry.autocast and (autocast[0] or entry.autocast[0])
+        return cls(None if grad == entry.grad_enabled else grad, autocast if differs else None)
 
 
 @dataclass(slots=True)

@@ -192,7 +192,7 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
             result = _run(recorder, inputs, structure)
     except (Lesson, PartitionError) as error:
         additions = error.additions if isinstance(error, Lesson) else None
-        if additions is None or additions.opened or additions.run_whole or additions.used_outside:
+        if additions is None or additions.opened or additions.run_whole:
             recorder.side_effects.check_units(recorder.on_memory)  # may give a better reason
         if isinstance(error, Lesson) and error.additions.opened:
             error.likely |= _will_be_opened(recorder, spec, error.additions.opened)
@@ -361,7 +361,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
         drawing=dict(sorted(recorder.drawing.items())),
         may_draw=frozenset(recorder.may_draw),
         entered=entered,
-        device=recorder.entry.device,
+        device=loan.device,
         guards=tuple(replace(guard, is_unread_shape=n in free) for n, guard in enumerate(recorder.guards)),
         notes=recorder.all_notes,
         unit_spec=replace(spec, for_loss=spec.for_loss | texts, attributes_read=frozenset(recorder.attributes_read)),

@@ -25,7 +25,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import collapse_ranges
 from penstock._base.marks import cut
 from penstock._base.pytree import flatten, leaf_tensors
-from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
+from penstock.partition.nested import MutableArguments, hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.call_targets import (
     REFUSED,
@@ -41,7 +41,6 @@ from penstock.partition.record.drawn_values import Chance, holds_drawn, replace_
 from penstock.partition.record.fakes import Loan
 from penstock.partition.record.graph_writer import Writer
 from penstock.partition.record.known_values import CallResult, KnownValues
-from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Call
 from penstock.partition.record.run_for_real import find_attributes, find_drawing_modules, run_for_real, taken
 from penstock.partition.recording import Guard, walk
@@ -179,7 +178,7 @@ class Recorder(Writer, TorchFunctionMode):
         """Make a guard for a call that the graph leaves out because its result is not a tensor; `tensors`: the buffers
         and constants that it reads. It makes its constants where its inputs are: values on the host can be read before
         they travel, without waiting for a device."""
-        needed_nodes, device = self._ancestors(target, blanks), self.entry.device
+        needed_nodes, device = self._ancestors(target, blanks), self.loan.device
         graph = fx.Graph()
         input_nodes = [node for node in self.inputs if node in needed_nodes and node not in blanks]
         device_node = graph.placeholder("device")

@@ -21,9 +21,8 @@ from penstock._base.compat import FakeTensor, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock._base.memory import extent
 from penstock._base.pytree import map_tensors
-from penstock.partition.nested import tensors_in
+from penstock.partition.nested import MutableArguments, tensors_in
 from penstock.partition.record.fakes import Loan, Snapshot, fake_value, install_tensors, made_by_call
-from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.units import Unit, UnitCall, has_forward
 
