@@ -88,11 +88,6 @@ class Pads(nn.Module):
         return F.pad(x, (0, 0, 0, -x.shape[1] % 8))
 
 
-class Halves(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        return x[:, ::2] * x.shape[1]
-
-
 def padded(model: Any, x: Tensor) -> Tensor:
     return F.pad(x, (0, 0, 0, -x.shape[1] % 8)).view(len(x), -1, 8, WIDTH).cumsum(2).flatten(1, 2)[:, : x.shape[1]]
 
@@ -114,7 +109,6 @@ KINDS: list[tuple[Callable[..., Any], type[nn.Module] | None, bool]] = [
     (lambda model, x: torch.cat([part * 2 for part in x.split(5, 1)], 1), None, False),
     (padded, None, False),
     (reads_a_unit, Pads, False),
-    (reads_a_unit, Halves, False),
 ]
 
 
