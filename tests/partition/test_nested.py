@@ -223,12 +223,6 @@ def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) 
     prove(Forward(forward, blocks=nn.ModuleList(Experts(WIDTH) for _ in range(4))), torch.randn(3, WIDTH))
 
 
-# -- objects that blocks are given and that a stage cannot make anew for each microbatch -------------------------------
-
-
-Make, Use = Callable[[], Any], Callable[[Any], Any]
-
-
 class Counter(nn.Module):
     """A module that is none of the model's."""
 
@@ -247,45 +241,23 @@ class Closing:
         pass
 
 
-class Given(nn.Module):
-    def __init__(self, use: Use) -> None:
-        super().__init__()
-        self.linear, self.use = nn.Linear(WIDTH, WIDTH), use
-
-    def forward(self, x: Tensor, given: Any) -> Tensor:
-        return x + torch.tanh(self.linear(x)) * self.use(given)
-
-
-class Model(nn.Module):
-    def __init__(self, make: Make, use: Use, between: Use = id) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Given(use) for _ in range(2))
-        self.make, self.between = make, between
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = self.make()
-        for block in self.blocks:
-            x = block(x, given)
-            self.between(given)
-        return x
-
-
 def reads(given: Any) -> float:
     places, table, generator, *others = given["all"]
     return float(len(places) + table.sum() + isinstance(generator, random.Random) + sum(one.count for one in others))
 
 
-def test_what_is_only_read_is_passed_on() -> None:
-    torch.manual_seed(0)
-    model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
-    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
+class Reading(nn.Linear):
+    def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
+        return x + torch.tanh(super().forward(x)) * reads(given)
 
 
-def test_the_generators_of_the_libraries_have_streams() -> None:
-    """They are objects, too, and may be passed on (as scikit-learn's `check_random_state(None)` gives them)."""
+def test_what_a_stage_cannot_make_anew_is_passed_on_to_be_read() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        given = {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}
+        for block in self.blocks:
+            x = block(x, given)
+        return x
+
     torch.manual_seed(0)
-    generator = np.random.random_sample.__self__  # type: ignore[attr-defined]
-    model = Model(lambda: generator, lambda given: float(given.rand()))
-    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
+    model = Forward(forward, blocks=nn.ModuleList(Reading(WIDTH, WIDTH) for _ in range(2)))
+    proven(model, torch.randn(4, WIDTH), torch.randn(4, WIDTH), ranks=2, microbatches=2, schedule="gpipe")

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock import pipeline, verify
-from penstock._base.errors import PartitionError
 from scaffolding.everything import everything_goes
 
 WIDTH, EXPERTS, ROWS = 8, 4, 8
@@ -22,19 +21,16 @@ WIDTH, EXPERTS, ROWS = 8, 4, 8
 class Mixture(nn.Module):
     """Each token goes to one expert."""
 
-    def __init__(self, every: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-        self.calls, self.every = 0, every
         self.l_aux: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         chances = self.gate(x).softmax(-1)
         weight, chosen = chances.max(-1)
-        if self.calls % self.every == 0:
-            self.l_aux = (chances.mean(0) * F.one_hot(chosen, EXPERTS).float().mean(0)).sum()
-        self.calls += self.every > 1
+        self.l_aux = (chances.mean(0) * F.one_hot(chosen, EXPERTS).float().mean(0)).sum()
         self.largest, self.load = float(weight.max()), [int(chosen.eq(k).sum()) for k in range(EXPERTS)]
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -44,9 +40,9 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture(**options)
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mixture(self.norm(x))
@@ -55,9 +51,9 @@ class Block(nn.Module):
 class Experts(nn.Module):
     """Its loss function reads what the blocks leave; or, `own`, its forward does."""
 
-    def __init__(self, own: bool = False, **options: Any) -> None:
+    def __init__(self, own: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.own = own
 
     def forward(self, x: Tensor) -> Any:
@@ -103,17 +99,6 @@ def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, 
     largest = whole[0].get_parameter(weight).grad.abs().max() / 4  # type: ignore[union-attr]
     row = next(row for row in report.rows if row.name == weight)
     assert row.max_reference == pytest.approx(float(largest)), "as in plain torch, with the auxiliary loss"
-
-
-def test_a_value_that_is_not_left_by_every_call_is_no_value() -> None:
-    """The second microbatch would get the first one's."""
-    x, y = batch()
-    model, loss = made(every=3)
-    with (
-        pytest.raises(PartitionError, match=r"l_aux|calls"),
-        pipeline(model, (x,), ranks=2, microbatches=4, loss=loss, schedule="gpipe") as pipe,
-    ):
-        pipe.step(x, target=y)
 
 
 def test_an_evaluation_finds_it_too() -> None:

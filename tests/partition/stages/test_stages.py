@@ -52,20 +52,6 @@ def test_known_values_that_are_overwritten_are_unknown(read: Callable[[Tensor], 
         Partitioner(model_of(forward), 2, streams=NoStreams())((torch.randn(2, 3),), {})
 
 
-def test_what_is_added_up_in_an_attribute_is_left_there() -> None:
-    """As the losses of routers are."""
-
-    def forward(self: Any, x: Tensor) -> Tensor:
-        self.total = torch.tensor(0.0)
-        for layer in self.layers:
-            x = layer(x)
-            self.total += x.square().mean()
-        return x
-
-    partition = Partitioner(model_of(forward), 2, streams=NoStreams())((torch.randn(2, 3),), {})
-    assert [entry.key for entry in partition.left] == ["total"]
-
-
 def test_an_update_in_place_may_bring_a_gradient() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         weights = torch.zeros(2, 3)
