@@ -204,18 +204,3 @@ def test_an_input_that_is_updated_for_some_values_is_kept_equal(request: pytest.
     check(copy.deepcopy(model := Over()), ranks=1)
     if "unseen" not in request.node.name:  # what the recording did not see is not followed
         check(model, ranks=4, schedule="1f1b")
-
-
-class Seeded(nn.Module):
-    """Draws the same in each call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.linear(x) + torch.randn(WIDTH, generator=torch.Generator().manual_seed(0))
-
-
-def test_generators_that_blocks_make_are_their_own() -> None:
-    check(nn.Sequential(*(Seeded() for _ in range(6))), ranks=2)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
 from penstock import PartitionError, inspect, verify
 from penstock.partition import NoStreams, Partitioner
-from scaffolding.models import gpt
+from scaffolding.models import Forward, gpt
 
 
 def test_balance_by_layers_shares_the_blocks() -> None:
@@ -80,21 +82,6 @@ class Siamese(nn.Module):
         return one
 
 
-class Counting(nn.Module):
-    """Counts its calls at the beginning, and uses the number at the end."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.register_buffer("steps", torch.zeros(()))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.steps += 1
-        for layer in self.layers:
-            x = layer(x)
-        return x * self.steps
-
-
 def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
     x = torch.randn(8, WIDTH)
     options = {"ranks": 4, "microbatches": 4, "schedule": "1f1b"}
@@ -103,5 +90,11 @@ def test_an_encoder_with_batch_norm_for_two_views_is_cut_around_it() -> None:
 
 
 def test_what_is_used_from_beginning_to_end_leaves_one_stage() -> None:
+    def counting(self: Any, x: Tensor) -> Tensor:
+        self.steps += 1
+        return self.second(self.first(x)) * self.steps
+
+    model = Forward(counting, first=nn.Linear(WIDTH, WIDTH), second=nn.Linear(WIDTH, WIDTH))
+    model.register_buffer("steps", torch.zeros(()))
     with pytest.raises(PartitionError, match=r"'steps' is updated in place.* leaves 1 stage at most"):
-        inspect(Counting(), (torch.randn(4, WIDTH),), stages=2)
+        inspect(model, (torch.randn(4, WIDTH),), stages=2)

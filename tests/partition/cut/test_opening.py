@@ -142,25 +142,10 @@ class Chooses(Stage):
         return self.before(x)
 
 
-class Talks(Stage):
-    """Its blocks hand a tensor on by an attribute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            self.held = block(x)
-            x = x + self.held
-        return self.before(x)
-
-
 def hooked(depth: int) -> nn.Module:
     made = Stage(depth)
     made.register_forward_hook(lambda *_: None)
     return made
-
-
-def test_what_hands_a_tensor_on_by_an_attribute_is_opened() -> None:
-    assert cuts_of(Whole(make=Talks), 4) == [f"stages.1.blocks.{k}" for k in (1, 3, 5)]
-    assert_equal(losses(4, Talks), losses(1, Talks))
 
 
 @pytest.mark.parametrize("make", [Chooses, hooked])

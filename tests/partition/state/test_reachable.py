@@ -77,23 +77,6 @@ def test_a_class_with_methods_of_its_own_is_left_alone() -> None:
     assert not any(isinstance(place.entries, Asked) for place in Reach(holder).holders)
 
 
-def test_what_compares_by_value_is_never_asked() -> None:
-    """A look runs no code of what it looks at: a tensor's `==` would be recorded as a call of the forward."""
-
-    class Asked:
-        def __eq__(self, other: object) -> bool:
-            raise AssertionError("it was asked")
-
-        __hash__ = None  # type: ignore[assignment]
-
-    holder = Holder()
-    holder.by_name["a"] = holder.one[0] = Asked()
-    reach = Reach(holder)
-    holder.by_name["a"] = holder.one[0] = Asked()
-    assert len(reach.changed()) == 2
-    reach.restore()
-
-
 def test_sparse_buffers_are_lent() -> None:
     """As sparse fakes, which are made in another way than all others."""
     model = nn.Sequential(nn.Linear(2, 2))
