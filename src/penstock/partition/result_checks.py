@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from numbers import Number
 from typing import Any
 
@@ -81,12 +82,10 @@ def check_returned(result: Any, unit: str, pattern: Sequence[PatternLeaf], read_
 
     `read_at`: the line that reads a result's shape, and its module; empty if none does.
     """
-    actual: Sequence[PatternLeaf] = make_pattern(result, shapes=True)
-    if [path for path, *_ in actual] == [path for path, *_ in pattern]:
-        unequal = (pair for pair in zip(actual, pattern, strict=True) if not _fits(*pair))
-        if (pair := next(unequal, None)) is None:
-            return
-        actual, pattern = ([("", kind, value)] for _, kind, value in pair)
+    leaves = zip_longest(make_pattern(result, shapes=True), pattern)
+    unequal = next((pair for pair in leaves if None in pair or not _fits(*pair)), None)
+    if unequal is None:
+        return
     line, scope = read_at
     reason = (
         "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
@@ -99,24 +98,22 @@ def check_returned(result: Any, unit: str, pattern: Sequence[PatternLeaf], read_
     )
     if scope:
         remedy = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
-    difference = f"returned {_describe(actual)} where the recording has {_describe(pattern)}"
+    difference = "returned {} where the recording has {}".format(*map(_describe, unequal))
     raise PartitionError(f"{unit!r} {difference}: {reason}{location}. {remedy}")
 
 
 def _fits(actual: PatternLeaf, expected: PatternLeaf) -> bool:
-    (_, actual_kind, got), (_, kind, value) = actual, expected
-    if kind == "any" or actual_kind != kind:
-        return kind == "any" and actual_kind != "tensor"
+    (path, actual_kind, got), (expected_path, kind, value) = actual, expected
+    if path != expected_path or kind == "any" or actual_kind != kind:
+        return path == expected_path and kind == "any" and actual_kind != "tensor"
     is_nan = got != got and value != value
     return (kind == "tensor" and value is None) or (type(got) is type(value) and (got == value or is_nan))
 
 
-def _describe(pattern: Sequence[PatternLeaf]) -> str:
-    """Describe what was returned: one value with its place, or the places of several."""
-    if len(pattern) > 1:
-        return f"{len(pattern)} values, at {', '.join(path for path, *_ in pattern[:6])}{', ...' * (len(pattern) > 6)}"
-    for path, kind, value in pattern:
-        tensor = "a tensor" if value is None else f"a tensor of shape {value}"
-        text = {"tensor": tensor, "value": repr(value), "text": value, "any": f"an object of class {value}"}[kind]
-        return f"{text} at {path}" if path else str(text)
-    return "none"
+def _describe(leaf: PatternLeaf | None) -> str:
+    if leaf is None:
+        return "nothing more"
+    path, kind, value = leaf
+    tensor = "a tensor" if value is None else f"a tensor of shape {value}"
+    text = {"tensor": tensor, "value": repr(value), "text": value, "any": f"an object of class {value}"}[kind]
+    return f"{text} at {path}" if path else str(text)
