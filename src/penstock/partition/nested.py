@@ -8,6 +8,7 @@ from __future__ import annotations
 import gc
 import operator
 from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from types import CodeType, EllipsisType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -33,6 +34,18 @@ class NodeValue(Leaf):
     """Stands for the value of a node that is no tensor: a random number, say."""
 
     node: fx.Node
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    """A leaf of a value that a stage's outputs make up which is none of them; one that is, is their index."""
+
+    value: object
+
+
+def fill_in(leaves: Iterable[Any], outputs: Sequence[Tensor]) -> list[Any]:
+    """Return the leaves, each an index of `outputs` or a `Constant`."""
+    return [leaf.value if isinstance(leaf, Constant) else outputs[leaf] for leaf in leaves]
 
 
 def leaf(value: Any, index: int) -> Any:

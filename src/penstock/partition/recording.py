@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
+from penstock.partition.nested import Constant
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import Left
 from penstock.partition.units import NO_SPEC, UnitSpec
@@ -283,10 +284,3 @@ class Recording:
         """The positions, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
         written = frozenset[int]().union(*(fact.writes for fact in self.facts.values()))
         return [position for node, position in self.inputs.items() if self.facts[node].storages & written]
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf of the model's result that is not a tensor."""
-
-    value: object

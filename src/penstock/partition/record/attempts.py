@@ -35,14 +35,14 @@ from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.given_model import Chain
 from penstock.partition.names import is_below
-from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
+from penstock.partition.nested import Constant, NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.obstacles import Obstacle, depends_on_values, describe_scope
 from penstock.partition.record.autograd_functions import following_functions
 from penstock.partition.record.fakes import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.record.operator_effects import SEED
 from penstock.partition.record.random_branches import merge_branches
 from penstock.partition.record.recorder import Attempt, Recorder
-from penstock.partition.recording import Constant, Recording, is_readable
+from penstock.partition.recording import Recording, is_readable
 from penstock.partition.result_checks import drop_unread_shapes
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import ALL_UNITS, Left

@@ -9,8 +9,8 @@ call, and is then a value like any other (`LeftInAttribute`).
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -146,34 +146,25 @@ def _make_stand_in(fake: Tensor, original: Tensor | None, device: torch.device) 
     return tensor if fake.is_leaf or not fake.requires_grad else made_by_call(tensor)
 
 
+@dataclass(frozen=True, slots=True)
 class LeftInAttribute:
-    """An attribute of a module that each call of a block sets anew.
+    """An attribute that each call of a block sets anew.
 
-    Args:
+    Attributes:
         name: where a user finds it.
-        module, key: the module and the attribute's name.
+        entries: its module's attributes. Not the module: a stage would then hold its parameters twice.
+        key: its own name.
     """
 
-    def __init__(self, name: str, module: nn.Module, key: str) -> None:
-        self.name, self.key = name, key
-        self._entries = vars(module)  # not the module: a stage would then hold its parameters twice
-        self._last: Callable[[], Tensor | None] = lambda: None
-
-    def take(self) -> Tensor:
-        """Return the value that the latest call left. Raise PartitionError if it left none."""
-        value = self._entries.get(self.key)
-        if not isinstance(value, Tensor) or value is self._last():
-            raise PartitionError(
-                f"{self.name!r} was set by the call in which the model was recorded, but not by this one: set it to a "
-                "tensor in every forward"
-            )
-        self._last = weakref.ref(value)
-        return value
+    name: str
+    entries: Mapping[str, Any]
+    key: str
 
 
 def taken(result: Any, attribute: LeftInAttribute) -> Tensor:
     """Return what the call that returned `result` left in an attribute."""
-    return attribute.take()
+    value: Tensor = attribute.entries[attribute.key]
+    return value
 
 
 def find_attributes(
@@ -187,4 +178,4 @@ def find_attributes(
     for inner, module in block.named_modules(prefix=name):
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in attributes_read):
-                yield LeftInAttribute(f"{inner}.{key}", module, key), value
+                yield LeftInAttribute(f"{inner}.{key}", vars(module), key), value

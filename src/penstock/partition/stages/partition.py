@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.formatting import list_names
 from penstock._base.pytree import unflatten
-from penstock.partition.nested import input_path
-from penstock.partition.recording import Constant, Guard, RandomSource, Recording
+from penstock.partition.nested import Constant, fill_in, input_path
+from penstock.partition.recording import Guard, RandomSource, Recording
 from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.stages.stage_plans import CutRecording
 from penstock.partition.state.loss_values import Left, in_place
@@ -107,8 +107,7 @@ class Partition:
         count = len(self.stages[-1].meta.outputs)
         if len(leaves) != count:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
-        values = [leaf.value if isinstance(leaf, Constant) else leaves[leaf] for leaf in self.result_leaves]
-        return unflatten(values, self.result_structure)
+        return unflatten(fill_in(self.result_leaves, leaves), self.result_structure)
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a context for the loss function, in which everything that the forward leaves is in its place, built
