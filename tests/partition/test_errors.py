@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +150,7 @@ def test_a_stray_tensor_with_a_gradient_is_refused() -> None:
 
 def test_an_input_that_hides_tensors_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"input args\[0\] is a generator, which holds tensors"):
-        Partitioner(mlp().model, 1, streams=NoStreams())((_generator(torch.randn(2, 7)),))
-
-
-def _generator(x: Tensor) -> Iterator[Tensor]:
-    yield x
+        Partitioner(mlp().model, 1, streams=NoStreams())(((x for x in [torch.randn(2, 7)]),))
 
 
 def test_a_block_that_fails_for_real_too_is_named() -> None:

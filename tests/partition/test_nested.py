@@ -223,14 +223,6 @@ def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) 
     prove(Forward(forward, blocks=nn.ModuleList(Experts(WIDTH) for _ in range(4))), torch.randn(3, WIDTH))
 
 
-class Counter(nn.Module):
-    """A module that is none of the model's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0.0
-
-
 class Closing:
     """No stage makes such an object anew: it cleans up after itself."""
 
@@ -253,7 +245,7 @@ class Reading(nn.Linear):
 
 def test_what_a_stage_cannot_make_anew_is_passed_on_to_be_read() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
-        given = {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}
+        given = {"all": ({1, 2}, np.ones(2), random.Random(0), Closing())}
         for block in self.blocks:
             x = block(x, given)
         return x
