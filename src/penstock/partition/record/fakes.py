@@ -50,7 +50,9 @@ class Loan:
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode, self.device = mode, device
-        tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        first = {id(tensor): name for name, tensor in reversed(named)}  # a buffer may be another module's parameter
+        tensors = {name: tensor for name, tensor in named if first[id(tensor)] == name}
         with mode:  # entered only once: that takes as long as making a fake
             self.fakes = {name: fake_like(tensor, mode, device) for name, tensor in tensors.items()}
         self.names = {id(fake): name for name, fake in self.fakes.items()}
