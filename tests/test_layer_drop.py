@@ -293,10 +293,3 @@ def test_a_tensor_that_crosses_a_cut_twice_is_added_in_another_order(cuts: list[
     gradients = [row for row in report.rows if row.kind == "gradient"]
     assert any(row.verdict == "close" for row in gradients)
     assert all(row.verdict == "equal" for row in report.rows if row.kind == "output")
-
-
-def test_values_that_cross_once_keep_their_bits() -> None:
-    torch.manual_seed(0)
-    model, inputs = opt()
-    with pipeline(model, (), inputs, ranks=2, microbatches=2, schedule="1f1b") as pipe:
-        assert not pipe.session.reorders_gradients

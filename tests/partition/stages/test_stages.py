@@ -200,6 +200,11 @@ def test_a_block_that_runs_for_real_leaves_no_trace() -> None:
     assert all(map(torch.equal, model.state_dict().values(), before.state_dict().values()))
 
 
+def test_a_block_that_runs_for_real_may_return_a_view() -> None:
+    narrow = Forward(lambda self, x: x[:, :2] if x.sum() < 1e9 else x)
+    check(nn.Sequential(nn.Linear(3, 3), narrow, nn.Linear(2, 3)), torch.randn(2, 3))
+
+
 def test_a_failed_recording_leaves_no_trace() -> None:
     def forward(self: Any, x: Tensor) -> Tensor:
         self.steps = 7
