@@ -29,15 +29,11 @@ def _rename(holder: Holder) -> None:
     holder.by_name["c"] = holder.by_name.pop("b")
 
 
-def _equal_tensor(holder: Holder) -> None:
-    holder.tensor = torch.ones(2)
-
-
 CHANGES: dict[str, Callable[[Holder], object]] = {
     "attribute": lambda holder: setattr(holder, "one", [*holder.one]),
     "new attribute": lambda holder: setattr(holder, "new", 1),
     "attribute of the last module": lambda holder: setattr(holder.inner[-1], "in_features", 3),
-    "an equal tensor": _equal_tensor,
+    "an equal tensor": lambda holder: setattr(holder, "tensor", torch.ones(2)),
     "name": _rename,
     "item from list to list": lambda holder: holder.other.append(holder.one.pop()),
     "set": lambda holder: holder.kinds.add(3),
