@@ -186,12 +186,6 @@ def test_a_tied_weight_counts_where_it_is_used() -> None:
     assert table.operations.input_gradient == ()
 
 
-def test_what_is_spread_out_is_read_once() -> None:
-    """The gradient of a sum is one number, without memory of its own."""
-    found = second(Forward(lambda _, x: (x * 2).sum()), nn.Linear(IN, IN), given=torch.randn(ROWS, IN))
-    assert moved(found.backward) == FLOAT + FLOAT * ROWS * IN
-
-
 # -- beside times that were published for A100s: without any calibration, and calibrated by another model --------------
 
 

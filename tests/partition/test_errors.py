@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -151,11 +150,7 @@ def test_a_stray_tensor_with_a_gradient_is_refused() -> None:
 
 def test_an_input_that_hides_tensors_is_refused() -> None:
     with pytest.raises(PartitionError, match=r"input args\[0\] is a generator, which holds tensors"):
-        Partitioner(mlp().model, 1, streams=NoStreams())((_generator(torch.randn(2, 7)),))
-
-
-def _generator(x: Tensor) -> Iterator[Tensor]:
-    yield x
+        Partitioner(mlp().model, 1, streams=NoStreams())(((x for x in [torch.randn(2, 7)]),))
 
 
 def test_a_block_that_fails_for_real_too_is_named() -> None:
@@ -207,11 +202,6 @@ def test_numbers_of_stages() -> None:
         Partitioner(gpt().model, 5, streams=NoStreams(), balance="layers")(gpt().args)
 
 
-def test_leaves_must_exist() -> None:
-    with pytest.raises(PartitionError, match=r"leaf_modules: the model has no module named 'encodr'"):
-        Partitioner(gpt().model, 2, leaves=["encodr"], streams=NoStreams())(gpt().args)
-
-
 def test_models_must_be_modules() -> None:
     for model in ([], 3, [nn.Linear(1, 1), "x"]):
         with pytest.raises(ArgumentError, match="expected a module or a list of modules"):
@@ -232,36 +222,28 @@ def test_torchscript_is_refused_by_name() -> None:
 
 
 def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4), nn.Linear(4, 4))
-    x = torch.randn(4, 4)
-    for attempt in (
-        lambda: inspect(model, (x,)),
-        lambda: verify(
-            lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 4)), (x,), target=x, loss_fn=nn.functional.mse_loss
-        ),
-    ):
-        with pytest.raises(PartitionError, match=r"'\d\.weight' has no shape yet, since its module is lazy"):
-            attempt()
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(4))
+
+    model, x = make(), torch.randn(4, 4)
+    words = r"'1\.weight' has no shape yet, since its module is lazy"
+    with pytest.raises(PartitionError, match=words):
+        inspect(model, (x,))
+    with pytest.raises(PartitionError, match=words):
+        verify(make, (x,), target=x, loss_fn=nn.functional.mse_loss)
     model(x)
     assert len(inspect(model, (x,)).stages) == 2
 
 
 def test_data_assigned_in_the_models_own_forward_is_refused_with_the_way_that_works() -> None:
     class Momentum(nn.Module):
-        def __init__(self, in_place: bool) -> None:
+        def __init__(self) -> None:
             super().__init__()
-            self.online, self.target, self.in_place = nn.Linear(4, 4), nn.Linear(4, 4), in_place
-            self.target.requires_grad_(requires_grad=False)
+            self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4)
 
         def forward(self, x: Tensor) -> Tensor:
-            new = self.target.weight.data * 0.9 + self.online.weight.data * 0.1
-            if self.in_place:
-                self.target.weight.data.copy_(new)
-            else:
-                self.target.weight.data = new
+            self.target.weight.data = self.target.weight.data * 0.9 + self.online.weight.data * 0.1
             return self.online(x) + self.target(x)
 
-    x = torch.randn(4, 4)
     with pytest.raises(PartitionError, match=r"assigns to `.data` of 'target.weight'.* place: .data.copy_\(\.\.\.\)"):
-        inspect(Momentum(in_place=False), (x,), stages=1)
-    assert len(inspect(Momentum(in_place=True), (x,), stages=1).stages) == 1
+        inspect(Momentum(), (torch.randn(4, 4),), stages=1)

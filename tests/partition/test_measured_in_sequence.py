@@ -70,15 +70,13 @@ def forwards(found: Profile) -> list[float]:
 
 
 def test_a_microbatch_goes_through_all_units_and_back(ran: list[str]) -> None:
-    profile_of(model(), LONG)
-    forth, back = [f"F{i}" for i in range(LAYERS)], [f"B{i}" for i in reversed(range(LAYERS))]
-    assert ran[-2 * LAYERS :] == [*forth, *back]
-
-
-def test_units_are_as_cold_as_in_a_step() -> None:
+    """So they are as cold as in a step. A backward that is not split counts whole."""
     found = profile_of(model(), LONG)
     assert forwards(found) == [0.02] * LAYERS
     assert [unit.like for unit in found.units[2:]] == ["1"] * (LAYERS - 1)
+    assert all(unit.split == unit for unit in found.units)
+    forth, back = [f"F{i}" for i in range(LAYERS)], [f"B{i}" for i in reversed(range(LAYERS))]
+    assert ran[-2 * LAYERS :] == [*forth, *back]
 
 
 def test_without_time_or_memory_one_of_each_kind_is_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,11 +120,6 @@ def test_split_backwards_are_measured_as_the_runtime_runs_them(budget_seconds: f
         assert unit.split.weight_gradient_seconds == pytest.approx(0.007)
     backwards = [text for text in ran if text[0] in "BW"]
     assert "B3 B2 B1 B0 W W W W W" in " ".join(backwards)  # once all gradients of inputs have left
-
-
-def test_a_backward_that_is_not_split_counts_whole() -> None:
-    found = profile_of(model(), LONG)
-    assert all(unit.split == unit for unit in found.units)
 
 
 def test_a_unit_that_cannot_be_split_is_measured_whole() -> None:

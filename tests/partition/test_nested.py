@@ -7,7 +7,7 @@ import copy
 import random
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import SimpleNamespace
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils import _pytree
 
 from penstock import pipeline
-from penstock._base.pytree import flatten, unflatten
 from scaffolding.by_hand import assert_same_gradients
 from scaffolding.models import Forward, OneLayer, llama, squared_error
 from scaffolding.proofs import proven
@@ -224,61 +223,6 @@ def test_blocks_that_run_for_real_may_leave_values_too(make: Callable[[], Any]) 
     prove(Forward(forward, blocks=nn.ModuleList(Experts(WIDTH) for _ in range(4))), torch.randn(3, WIDTH))
 
 
-def test_copies_are_what_the_originals_are() -> None:
-    packed = nn.utils.rnn.pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    value = {"packed": packed, "plain": SimpleNamespace(), "nested": Nested(torch.ones(1))}
-    flat = flatten(value)
-    made = unflatten(flat.leaves, flat.structure)
-    assert flatten(made).structure == flat.structure
-    assert type(made["packed"]) is type(packed)
-    assert made["packed"].batch_sizes is packed.batch_sizes
-    assert made["plain"] is value["plain"]  # holds no tensor: not opened
-    assert made["nested"] is not value["nested"]
-    assert made["nested"].x is value["nested"].x
-    assert flat.paths[:2] == ["['packed'][0]", "['packed'][1]"]
-    assert "['nested'].inner.x" in flat.paths
-
-
-def test_what_owns_something_else_is_not_copied() -> None:
-    class Handle:
-        def __init__(self) -> None:
-            self.x = torch.ones(1)
-
-        def __del__(self) -> None:
-            """Gives something back."""
-
-    def numbers() -> Iterator[Tensor]:
-        yield torch.ones(1)
-
-    for value in (Handle(), numbers(), nn.Linear(1, 1)):
-        assert flatten(value).leaves == [value]
-
-
-def test_what_is_shared_is_looked_at_once() -> None:
-    """Objects without tensors that refer to each other many times over do not use up the budget."""
-    shared = SimpleNamespace(left=None, right=None)
-    for _ in range(20):
-        shared = SimpleNamespace(left=shared, right=shared)
-    x = torch.ones(2)
-    flat = flatten((shared, SimpleNamespace(x=x)))
-    assert flat.leaves[0] is shared
-    assert flat.leaves[1] is x
-
-
-# -- objects that blocks are given and that a stage cannot make anew for each microbatch -------------------------------
-
-
-Make, Use = Callable[[], Any], Callable[[Any], Any]
-
-
-class Counter(nn.Module):
-    """A module that is none of the model's."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0.0
-
-
 class Closing:
     """No stage makes such an object anew: it cleans up after itself."""
 
@@ -289,45 +233,23 @@ class Closing:
         pass
 
 
-class Given(nn.Module):
-    def __init__(self, use: Use) -> None:
-        super().__init__()
-        self.linear, self.use = nn.Linear(WIDTH, WIDTH), use
-
-    def forward(self, x: Tensor, given: Any) -> Tensor:
-        return x + torch.tanh(self.linear(x)) * self.use(given)
-
-
-class Model(nn.Module):
-    def __init__(self, make: Make, use: Use, between: Use = id) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(Given(use) for _ in range(2))
-        self.make, self.between = make, between
-
-    def forward(self, x: Tensor) -> Tensor:
-        given = self.make()
-        for block in self.blocks:
-            x = block(x, given)
-            self.between(given)
-        return x
-
-
 def reads(given: Any) -> float:
     places, table, generator, *others = given["all"]
     return float(len(places) + table.sum() + isinstance(generator, random.Random) + sum(one.count for one in others))
 
 
-def test_what_is_only_read_is_passed_on() -> None:
-    torch.manual_seed(0)
-    model = Model(lambda: {"all": ({1, 2}, np.ones(2), random.Random(0), Counter(), Closing())}, reads)
-    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
+class Reading(nn.Linear):
+    def forward(self, x: Tensor, given: Any) -> Tensor:  # type: ignore[override]
+        return x + torch.tanh(super().forward(x)) * reads(given)
 
 
-def test_the_generators_of_the_libraries_have_streams() -> None:
-    """They are objects, too, and may be passed on (as scikit-learn's `check_random_state(None)` gives them)."""
+def test_what_a_stage_cannot_make_anew_is_passed_on_to_be_read() -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        given = {"all": ({1, 2}, np.ones(2), random.Random(0), Closing())}
+        for block in self.blocks:
+            x = block(x, given)
+        return x
+
     torch.manual_seed(0)
-    generator = np.random.random_sample.__self__  # type: ignore[attr-defined]
-    model = Model(lambda: generator, lambda given: float(given.rand()))
-    x, y = torch.randn(4, WIDTH), torch.randn(4, WIDTH)
-    proven(model, x, y, ranks=2, microbatches=2, schedule="gpipe")
+    model = Forward(forward, blocks=nn.ModuleList(Reading(WIDTH, WIDTH) for _ in range(2)))
+    proven(model, torch.randn(4, WIDTH), torch.randn(4, WIDTH), ranks=2, microbatches=2, schedule="gpipe")

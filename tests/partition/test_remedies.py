@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from penstock import inspect
 from penstock._base.errors import PartitionError
 from penstock.partition import NoStreams, Partitioner
 from scaffolding.models import OneLayer
-from scaffolding.proofs import proven
 
 WIDTH = 4
 
@@ -147,17 +145,6 @@ def test_what_runs_as_a_whole_and_fails_is_not_offered() -> None:
     assert said.endswith("Do it outside of the model")
 
 
-def test_a_model_that_cannot_do_without_its_labels_is_refused_all_the_same() -> None:
-    class Own(nn.Linear):
-        def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-            shifted = super().forward(labels)  # type: ignore[arg-type] # as an encoder-decoder's input
-            return x if shifted.sum() > 0 else -x
-
-    said = refusal(Own(WIDTH, WIDTH), kwargs={"labels": torch.randn(2, WIDTH)})
-    assert "depends on the values of a tensor" in said
-    assert "Leave out labels" not in said
-
-
 def test_labels_are_named_where_they_are_in_the_way() -> None:
     class Own(Model):
         def forward(self, x: Tensor, labels: Tensor | None = None, scale: int = 1) -> Tensor:
@@ -192,76 +179,6 @@ def test_what_contains_a_block_in_the_way_is_not_run_whole_with_it() -> None:
     said = refusal(model)
     assert leaves_of(said) == ["1.0", "1.1", "1.2"]
     follow(model, said)
-
-
-# -- what a message sends into leaf_modules= works there ---------------------------------------------------------------
-
-
-class Expands(OneLayer):
-    """Takes and returns tensors, some strides of which are 0, and reads values."""
-
-    def forward(self, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        if token.sum() > 1e9:
-            x = x * 2
-        return self.layer(x + token[:, :1]).expand(-1, 4, -1), token.expand(-1, 4, -1)
-
-
-class Expanded(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Expands(WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        token = self.token.expand(len(x), 4, WIDTH)
-        y, z = self.second(token, self.first(x))
-        return self.last(y) + z + token
-
-
-class Weighs(nn.Module):
-    """Has a buffer that requires a gradient, and reads values."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("weight", torch.randn(WIDTH).requires_grad_())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight if x.sum() < 1e9 else x
-
-
-class Overwrites(nn.Module):
-    """Updates what it is given in place, and reads values."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x.mul_(2) if x.sum() < 1e9 else x
-
-
-class Around(nn.Module):
-    """Linear layers around something."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), inner, nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.last(self.second(self.first(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "x", "y"),
-    [
-        (Expanded, torch.zeros(3, 1, WIDTH), torch.randn(3, 4, WIDTH)),
-        (lambda: Around(Weighs()), torch.randn(3, WIDTH), torch.randn(3, WIDTH)),
-        (lambda: Around(Overwrites()), torch.randn(3, WIDTH), torch.randn(3, WIDTH)),
-    ],
-    ids=["expanded", "buffer with a gradient", "update in place"],
-)
-def test_the_remedy_that_the_message_gives_works(make: Callable[[], nn.Module], x: Tensor, y: Tensor) -> None:
-    torch.manual_seed(0)
-    with pytest.raises(PartitionError, match=r"leaf_modules=\['second'\]"):
-        inspect(make(), (x,), stages=3)
-    options = {"ranks": 3, "microbatches": 3, "cuts": ["second", "last"], "leaf_modules": ["second"]}
-    proven(make(), x, y, exact=True, **options)
 
 
 def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:

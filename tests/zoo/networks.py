@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from scaffolding.models import GPT, Case, EncoderDecoder, InPlace, SkipsTwice, UNet, squared_error, token_error
+from scaffolding.models import GPT, Case, EncoderDecoder, InPlace, Layers, SkipsTwice, UNet, squared_error, token_error
 from zoo.entry import ROWS, Entry, noise, tokens
 
 WIDTH = 7
@@ -155,12 +155,8 @@ def dicts() -> Case:
     return Case(TwoTasks(), (batch,), {}, {"number": noise(), "kind": torch.randint(3, (ROWS,))}, two_losses)
 
 
-class Adjustable(nn.Module):
+class Adjustable(Layers):
     """Takes a number, a flag and text besides its tensor, and branches on two of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
 
     def forward(self, x: Tensor, strength: float, *, mirror: bool = False, kind: str = "tanh") -> Tensor:
         for layer in self.layers:
@@ -170,29 +166,27 @@ class Adjustable(nn.Module):
 
 
 def plain_arguments() -> Case:
-    return Case(Adjustable(), (noise(WIDTH), 0.5), {"mirror": True, "kind": "sigmoid"}, noise(WIDTH), squared_error)
+    return Case(
+        Adjustable(WIDTH, 8), (noise(WIDTH), 0.5), {"mirror": True, "kind": "sigmoid"}, noise(WIDTH), squared_error
+    )
 
 
 # -- chance -----------------------------------------------------------------------------------------------------------
 
 
-class LayerDrop(nn.Module):
-    """Leaves blocks out, as torch draws it, and scales by a number that Python draws."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(8))
+class LayerDrop(Layers):
+    """Leaves layers out, as torch draws it, and scales by a number that Python draws."""
 
     def forward(self, x: Tensor) -> Tensor:
-        for number, block in enumerate(self.blocks):
+        for number, layer in enumerate(self.layers):
             if number % 2 and self.training and torch.rand([]) < 0.3:
                 continue
-            x = x + block(x).tanh()
+            x = x + layer(x).tanh()
         return x * (0.5 + random.random())
 
 
 def layer_drop() -> Case:
-    return _numbers(LayerDrop())
+    return _numbers(LayerDrop(WIDTH, 8))
 
 
 # -- what is trained --------------------------------------------------------------------------------------------------

@@ -9,38 +9,29 @@ In come a model, an example batch and where to cut; out comes a `Partition`: sta
 [['0.weight', '0.bias'], ['2.weight', '2.bias']]
 """
 
-from penstock.partition.choose_cuts import NO_LIMIT, StageBudget
+from penstock.partition.choose_cuts import StageBudget
 from penstock.partition.cut.balance import BALANCES, Balance, BalanceChoice
 from penstock.partition.cut.candidates import TooFewLayersError
 from penstock.partition.given_model import default_kwargs
-from penstock.partition.measure.measuring import BUDGET_SECONDS
 from penstock.partition.measure.pieces import NoStreams, UnmeasurableError
 from penstock.partition.nested import leaves_of, tensors_in
 from penstock.partition.partitioner import KEPT_PARTITIONS, Partitioner
 from penstock.partition.recording import RandomSource
-from penstock.partition.stages.partition import Origin, Partition
-from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, Surroundings, gates_of
-from penstock.partition.state.block_state import Remembered
-from penstock.partition.state.loss_values import Left
+from penstock.partition.stages.partition import Partition
+from penstock.partition.stages.stage import INPUT_OVERWRITTEN, Stage, gates_of
 
 __all__ = [
     "BALANCES",
-    "BUDGET_SECONDS",
     "INPUT_OVERWRITTEN",
     "KEPT_PARTITIONS",
-    "NO_LIMIT",
     "Balance",
     "BalanceChoice",
-    "Left",
     "NoStreams",
-    "Origin",
     "Partition",
     "Partitioner",
     "RandomSource",
-    "Remembered",
     "Stage",
     "StageBudget",
-    "Surroundings",
     "TooFewLayersError",
     "UnmeasurableError",
     "default_kwargs",

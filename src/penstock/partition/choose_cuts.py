@@ -102,14 +102,14 @@ def cut_at_best(
     Raises like `_decide`.
     """
 
-    def decide_and_cut(units: Sequence[Candidate] | None = None) -> tuple[ChosenCuts, CutRecording]:
+    def decide_and_cut(units: Sequence[Candidate]) -> tuple[ChosenCuts, CutRecording]:
         decision = _decide(recording, model, stages, choice, budget, units)
         return decision, cut_at(recording, model, decision.cuts)
 
+    all_units = candidates(recording, model, choice.by, 0 if choice.kind else stages)
     try:
-        return decide_and_cut()
+        return decide_and_cut(all_units)
     except PartitionError as error:
-        all_units = candidates(recording, model, choice.by, stages)
         units = possible_units(recording, model, all_units)
         if len(units) == len(all_units):
             raise
@@ -126,10 +126,10 @@ def _decide(
     model: nn.Module,
     stages: int,
     choice: BalanceChoice,
-    budget: StageBudget = NO_LIMIT,
-    units: Sequence[Candidate] | None = None,
+    budget: StageBudget,
+    units: Sequence[Candidate],
 ) -> ChosenCuts:
-    """Find the best cuts by what is known without running anything. `units`: the candidates; None: all.
+    """Find the best cuts at these candidates, by what is known without running anything.
 
     Raises:
         PartitionError: there are fewer units than stages.
@@ -138,7 +138,6 @@ def _decide(
     """
     if choice.profile is not None:
         return _decide_by_profile(recording, model, stages, choice.profile, budget, units)
-    units = candidates(recording, model, choice.by, 0 if choice.kind else stages) if units is None else units
     if choice.kind is not None:
         units = _filter_by_class(units, model, choice)
     check_enough(recording, model, stages, choice.by, units)
@@ -295,12 +294,11 @@ def _decide_by_profile(
     stages: int,
     profile: Profile,
     budget: StageBudget,
-    units: Sequence[Candidate] | None,
+    units: Sequence[Candidate],
 ) -> ChosenCuts:
     """Find the best cuts for a profile, at those of its units that are candidates here; the others join the one
     before."""
     profile.check_for(compute_fingerprint(model, recording.device.type))
-    units = candidates(recording, model, "flops", stages) if units is None else units
     candidate_positions = {unit.name: unit.position for unit in units}
     profile, notes = _match_size(profile, recording)
     pieces: list[list[UnitCost]] = []

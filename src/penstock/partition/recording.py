@@ -16,6 +16,7 @@ from torch import Tensor, fx, nn
 
 from penstock._base.compat import autocast_state
 from penstock._base.stages import TensorMeta
+from penstock.partition.nested import Constant
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import Left
 from penstock.partition.units import NO_SPEC, UnitSpec
@@ -35,21 +36,14 @@ class Modes:
     grad_enabled: bool | None = None
     autocast: tuple[bool, torch.dtype, bool] | None = None
 
-
-class EntryModes:
-    """The modes at the forward's entry, with which each call's are compared."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.grad_enabled = torch.is_grad_enabled()
-        self.autocast = autocast_state(device)
-
-    def difference(self) -> Modes:
-        """Return the present modes, if they differ from those at entry."""
-        grad = torch.is_grad_enabled()
-        autocast = autocast_state(self.device)
-        enabled_differs = autocast[0] != self.autocast[0] or (autocast[0] and autocast != self.autocast)
-        return Modes(grad if grad != self.grad_enabled else None, autocast if enabled_differs else None)
+    @classmethod
+    def now(cls, device: torch.device, entry: Modes | None = None) -> Modes:
+        """Return the present modes; with those at entry, as far as they differ."""
+        grad, autocast = torch.is_grad_enabled(), autocast_state(device)
+        if entry is None or entry.autocast is None:
+            return cls(grad, autocast)
+        differs = autocast != entry.autocast and (autocast[0] or entry.autocast[0])
+        return cls(None if grad == entry.grad_enabled else grad, autocast if differs else None)
 
 
 @dataclass(slots=True)
@@ -290,10 +284,3 @@ class Recording:
         """The positions, among the leaves of (args, kwargs), of tensors that the forward updates in place."""
         written = frozenset[int]().union(*(fact.writes for fact in self.facts.values()))
         return [position for node, position in self.inputs.items() if self.facts[node].storages & written]
-
-
-@dataclass(frozen=True, slots=True)
-class Constant:
-    """A leaf of the model's result that is not a tensor."""
-
-    value: object

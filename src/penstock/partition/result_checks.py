@@ -8,7 +8,8 @@ recorded. A pattern consists only of tuples and plain values, so that it can app
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from itertools import zip_longest
 from numbers import Number
 from typing import Any
 
@@ -19,6 +20,10 @@ from penstock._base.errors import PartitionError
 from penstock._base.pytree import flatten
 from penstock.partition.recording import NodeInfo, Pattern, PatternLeaf, walk
 from penstock.partition.units import Lesson, Opening
+
+ShapeRead = tuple[fx.Node, str, str]
+"""A value whose shape was read between units, or determined the number of a call's results; the line that did so, and
+its module."""
 
 LITERALS = (bool, int, float, str, type(None))
 VALUES = (Number, str, bytes, range, slice, enum.Enum, torch.Size, torch.dtype, torch.device)
@@ -39,44 +44,32 @@ def _describe_leaf(leaf: Any, shapes: bool) -> tuple[str, Any]:
     return ("text", repr(leaf)) if isinstance(leaf, VALUES) else ("any", type(leaf).__name__)
 
 
-class ResultChecks:
-    """What a recording's units return.
+def set_pattern(fact: NodeInfo, result: Any, opening: Opening) -> None:
+    """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
+    pattern = make_pattern(result, shapes=fact.depends_on_values)
+    if fact.depends_on_values and _holds_values(pattern) and (opened := opening.around(fact.scope)):
+        raise Lesson(keep_whole=opened)  # a module that stays whole has no such constants
+    if fact.depends_on_values or _holds_values(pattern):
+        fact.pattern = pattern
 
-    Attributes:
-        shapes_read: values whose shapes were read between units, or determined the number of a call's results, with the
-            line that did so and its module.
+
+def drop_unread_shapes(
+    facts: Mapping[fx.Node, NodeInfo], reads: Iterable[ShapeRead], sized: Collection[fx.Node]
+) -> Collection[fx.Node]:
+    """Drop checks of shapes that nothing depends on, which may differ between calls, when the forward has ended.
+
+    Return the nodes whose shapes matter. Those of `sized` nodes follow from inputs alone, and have guards.
     """
-
-    def __init__(self, opening: Opening) -> None:
-        self._opening = opening
-        self.shapes_read: list[tuple[fx.Node, str, str]] = []
-        self._ran_for_real: list[NodeInfo] = []
-
-    def note(self, fact: NodeInfo, result: Any) -> None:
-        """Arrange to check a unit's result if it holds more than tensors, or may depend on values."""
-        ran_for_real = fact.depends_on_values
-        pattern = make_pattern(result, shapes=ran_for_real)
-        if ran_for_real and _holds_values(pattern) and (opened := self._opening.around(fact.scope)):
-            raise Lesson(keep_whole=opened)  # a module that stays whole has no such constants
-        if ran_for_real:
-            self._ran_for_real.append(fact)
-        if ran_for_real or _holds_values(pattern):
-            fact.pattern = pattern
-
-    def settle(self, facts: Mapping[fx.Node, NodeInfo], sized: Collection[fx.Node]) -> Collection[fx.Node]:
-        """Call this at the end. Drops checks of shapes that nothing depends on, which may differ between calls.
-
-        Returns the nodes whose shapes matter. Those of `sized` nodes follow from inputs alone, and have guards.
-        """
-        readers = _readers(self.shapes_read, sized)
-        nodes = {id(fact): node for node, fact in facts.items()}
-        for fact in self._ran_for_real:
-            reader = readers.get(nodes[id(fact)])
-            if reader is not None:
-                fact.read_at = reader
-            elif fact.pattern is not None:
-                fact.pattern = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.pattern)
-        return readers
+    readers: dict[fx.Node, tuple[str, str]] = {}  # of each node whose shape was read, or that led to such a one
+    for start, *reader in reads:
+        for node in walk([start], lambda n: () if n in sized or n in readers else n.all_input_nodes):
+            readers.setdefault(node, (reader[0], reader[1]))
+    for node, fact in facts.items():
+        if node in readers and fact.depends_on_values:
+            fact.read_at = readers[node]
+        elif fact.depends_on_values and fact.pattern is not None:
+            fact.pattern = tuple((path, kind, None if kind == "tensor" else v) for path, kind, v in fact.pattern)
+    return readers
 
 
 def _holds_values(pattern: Pattern) -> bool:
@@ -84,27 +77,15 @@ def _holds_values(pattern: Pattern) -> bool:
     return any(kind in ("value", "text") for _, kind, _ in pattern)
 
 
-def _readers(reads: list[tuple[fx.Node, str, str]], sized: Collection[fx.Node]) -> dict[fx.Node, tuple[str, str]]:
-    """Return, for each node whose shape was read, and for all that it is computed from, the first line to read it, and
-    its module."""
-    readers: dict[fx.Node, tuple[str, str]] = {}
-    for start, line, scope in reads:
-        for node in walk([start], lambda n: () if n in sized or n in readers else n.all_input_nodes):
-            readers.setdefault(node, (line, scope))
-    return readers
-
-
 def check_returned(result: Any, unit: str, pattern: Sequence[PatternLeaf], read_at: tuple[str, str] = ("", "")) -> None:
     """Raise PartitionError if a unit returns something other than what was recorded.
 
     `read_at`: the line that reads a result's shape, and its module; empty if none does.
     """
-    actual: Sequence[PatternLeaf] = make_pattern(result, shapes=True)
-    if [path for path, *_ in actual] == [path for path, *_ in pattern]:
-        unequal = (pair for pair in zip(actual, pattern, strict=True) if not _fits(*pair))
-        if (pair := next(unequal, None)) is None:
-            return
-        actual, pattern = ([("", kind, value)] for _, kind, value in pair)
+    leaves = zip_longest(make_pattern(result, shapes=True), pattern)
+    unequal = next((pair for pair in leaves if None in pair or not _fits(*pair)), None)
+    if unequal is None:
+        return
     line, scope = read_at
     reason = (
         "apart from the values of tensors, a block must return the same in every call as when it was recorded, "
@@ -117,24 +98,22 @@ def check_returned(result: Any, unit: str, pattern: Sequence[PatternLeaf], read_
     )
     if scope:
         remedy = f"Pass leaf_modules=[{scope!r}], so that it runs as a whole"
-    difference = f"returned {_describe(actual)} where the recording has {_describe(pattern)}"
+    difference = "returned {} where the recording has {}".format(*map(_describe, unequal))
     raise PartitionError(f"{unit!r} {difference}: {reason}{location}. {remedy}")
 
 
 def _fits(actual: PatternLeaf, expected: PatternLeaf) -> bool:
-    (_, actual_kind, got), (_, kind, value) = actual, expected
-    if kind == "any" or actual_kind != kind:
-        return kind == "any" and actual_kind != "tensor"
+    (path, actual_kind, got), (expected_path, kind, value) = actual, expected
+    if path != expected_path or kind == "any" or actual_kind != kind:
+        return path == expected_path and kind == "any" and actual_kind != "tensor"
     is_nan = got != got and value != value
     return (kind == "tensor" and value is None) or (type(got) is type(value) and (got == value or is_nan))
 
 
-def _describe(pattern: Sequence[PatternLeaf]) -> str:
-    """Describe what was returned: one value with its place, or the places of several."""
-    if len(pattern) > 1:
-        return f"{len(pattern)} values, at {', '.join(path for path, *_ in pattern[:6])}{', ...' * (len(pattern) > 6)}"
-    for path, kind, value in pattern:
-        tensor = "a tensor" if value is None else f"a tensor of shape {value}"
-        text = {"tensor": tensor, "value": repr(value), "text": value, "any": f"an object of class {value}"}[kind]
-        return f"{text} at {path}" if path else str(text)
-    return "none"
+def _describe(leaf: PatternLeaf | None) -> str:
+    if leaf is None:
+        return "nothing more"
+    path, kind, value = leaf
+    tensor = "a tensor" if value is None else f"a tensor of shape {value}"
+    text = {"tensor": tensor, "value": repr(value), "text": value, "any": f"an object of class {value}"}[kind]
+    return f"{text} at {path}" if path else str(text)

@@ -106,7 +106,6 @@ class UnitSpec:
     Attributes:
         leaves: names of modules that are units, whatever they contain.
         opening: which modules are opened so that cuts can fall inside them.
-        used_outside: classes of modules whose results are used outside the block that they are in.
         opened: names of modules that are not units, since they take or leave tensors other than as arguments and
             results; their contents are units.
         run_whole: names of modules that are units because a call in them uses modules as constants.
@@ -118,7 +117,6 @@ class UnitSpec:
 
     leaves: tuple[str, ...] = ()
     opening: Opening = Opening()
-    used_outside: frozenset[type[nn.Module]] = frozenset()
     opened: frozenset[str] = frozenset()
     run_whole: frozenset[str] = frozenset()
     stay_whole: frozenset[str] = frozenset()
@@ -189,8 +187,6 @@ def find_units(model: nn.Module, spec: UnitSpec = NO_SPEC) -> dict[int, Unit]:
             is_torch_layer = type(child).__module__.startswith("torch.nn") and not isinstance(child, STACKS)
             is_whole = (in_block or container or is_torch_layer) and not _is_opened(child, parent)
             is_opened = id(child) in opened_ids or name in spec.opened
-            if spec.used_outside:
-                is_opened |= any(type(inner) in spec.used_outside for inner in child.modules() if inner is not child)
             if id(child) in leaf_ids or (is_whole and not is_opened):
                 units[id(child)] = Unit(name, child, repeated=container)
             else:

@@ -132,9 +132,8 @@ class ReferenceDraws(TorchFunctionMode):
         return call
 
     def _foreign(self, name: str, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        if name != python_draws.FRESH:
-            self._has_stream = self._has_stream and self._depth > 0
-            self.draw()
+        self._has_stream = self._has_stream and self._depth > 0
+        self.draw()
         return function(*args, **kwargs)
 
     @contextmanager

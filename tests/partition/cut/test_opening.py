@@ -142,75 +142,16 @@ class Chooses(Stage):
         return self.before(x)
 
 
-class Counts(Stage):
-    """Keeps state that a recording would freeze."""
-
-    calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls = self.calls + 1
-        return super().forward(x) * self.calls
-
-
-class Talks(Stage):
-    """Its blocks hand a tensor on by an attribute."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            self.held = block(x)
-            x = x + self.held
-        return self.before(x)
-
-
 def hooked(depth: int) -> nn.Module:
     made = Stage(depth)
     made.register_forward_hook(lambda *_: None)
     return made
 
 
-def test_what_hands_a_tensor_on_by_an_attribute_is_opened() -> None:
-    assert cuts_of(Whole(make=Talks), 4) == [f"stages.1.blocks.{k}" for k in (1, 3, 5)]
-    assert_equal(losses(4, Talks), losses(1, Talks))
-
-
-@pytest.mark.parametrize("make", [Chooses, Counts, hooked])
+@pytest.mark.parametrize("make", [Chooses, hooked])
 def test_what_cannot_be_recorded_call_by_call_stays_whole(make: Callable[[int], nn.Module]) -> None:
     assert cuts_of(Whole(make=make), 4) == ["stages.1", "stages.2", "head"]
     assert_equal(losses(4, make), losses(1, make))
-
-
-class Experts(nn.Module):
-    """A mixture: each row goes to the expert that its values choose."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(Block() for _ in range(4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        chosen, out = x.argmax(-1) % 4, torch.zeros_like(x)
-        for number, expert in enumerate(self.experts):
-            rows = (chosen == number).nonzero().flatten()
-            if len(rows):
-                out = out.index_add(0, rows, expert(x[rows]))
-        return x + out
-
-
-class Heads(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.heads = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([head(x) for head in self.heads]).sum(0)
-
-
-@pytest.mark.parametrize(("make", "seed"), [(Experts, 5), (Heads, 0)])
-def test_lists_of_experts_and_of_heads(make: Callable[[], nn.Module], seed: int) -> None:
-    torch.manual_seed(seed)
-    model = nn.Sequential(*(make() for _ in range(4)))
-    x, y = torch.randn(8, WIDTH), torch.randn(8, WIDTH)
-    assert cuts_of(model, 4) == ["1", "2", "3"]
-    proven(model, x, y, ranks=3, microbatches=2, exact=True)
 
 
 @pytest.mark.parametrize(
@@ -236,12 +177,6 @@ def test_opens_gives_more_places_to_cut() -> None:
     with pytest.raises(PartitionError, match=r"only 2 layers.*split_inside="):
         cuts_of(plain, 3)
     assert len(cuts_of(plain.eval(), 3, split_inside=["0", "1"])) == 2
-
-
-def test_a_layer_without_parts_is_not_offered_for_opening() -> None:
-    layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
-    with pytest.raises(PartitionError, match=r"Use at most 2 stages \(3 stages: one on each of 3 ranks\)$"):
-        inspect(layers, (torch.randn(4, WIDTH),), stages=3)
 
 
 def test_stages_of_a_hierarchical_model_share_the_work() -> None:

@@ -12,10 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from penstock import inspect, pipeline, verify
-from penstock._base.errors import PartitionError
+from penstock import pipeline, verify
 from scaffolding.everything import everything_goes
-from scaffolding.proofs import proven
 
 WIDTH, EXPERTS, ROWS = 8, 4, 8
 
@@ -23,19 +21,16 @@ WIDTH, EXPERTS, ROWS = 8, 4, 8
 class Mixture(nn.Module):
     """Each token goes to one expert."""
 
-    def __init__(self, every: int = 1) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.gate = nn.Linear(WIDTH, EXPERTS)
         self.experts = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(EXPERTS))
-        self.calls, self.every = 0, every
         self.l_aux: Any = None
 
     def forward(self, x: Tensor) -> Tensor:
         chances = self.gate(x).softmax(-1)
         weight, chosen = chances.max(-1)
-        if self.calls % self.every == 0:
-            self.l_aux = (chances.mean(0) * F.one_hot(chosen, EXPERTS).float().mean(0)).sum()
-        self.calls += self.every > 1
+        self.l_aux = (chances.mean(0) * F.one_hot(chosen, EXPERTS).float().mean(0)).sum()
         self.largest, self.load = float(weight.max()), [int(chosen.eq(k).sum()) for k in range(EXPERTS)]
         out = torch.zeros_like(x)
         for number, expert in enumerate(self.experts):
@@ -45,9 +40,9 @@ class Mixture(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, **options: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture(**options)
+        self.norm, self.mixture = nn.LayerNorm(WIDTH), Mixture()
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mixture(self.norm(x))
@@ -56,26 +51,15 @@ class Block(nn.Module):
 class Experts(nn.Module):
     """Its loss function reads what the blocks leave; or, `own`, its forward does."""
 
-    def __init__(self, own: bool = False, **options: Any) -> None:
+    def __init__(self, own: bool = False) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(**options) for _ in range(4))
+        self.blocks = nn.ModuleList(Block() for _ in range(4))
         self.own = own
 
     def forward(self, x: Tensor) -> Any:
         for block in self.blocks:
             x = block(x)
         return (x, auxiliary(self)) if self.own else x
-
-
-class InList(Experts):
-    """One that keeps all losses in a list, which the recording cannot look into."""
-
-    def forward(self, x: Tensor) -> Any:
-        losses = []
-        for block in self.blocks:
-            x = block(x)
-            losses.append(block.mixture.l_aux)
-        return x, torch.stack(losses).mean()
 
 
 def auxiliary(model: Experts) -> Tensor:
@@ -115,31 +99,6 @@ def test_an_auxiliary_loss_of_each_mixture_counts(own: bool, options: dict[str, 
     largest = whole[0].get_parameter(weight).grad.abs().max() / 4  # type: ignore[union-attr]
     row = next(row for row in report.rows if row.name == weight)
     assert row.max_reference == pytest.approx(float(largest)), "as in plain torch, with the auxiliary loss"
-
-
-def test_losses_that_the_forward_collects() -> None:
-    torch.manual_seed(0)
-    x, y = batch()
-    proven(InList(), x, y, lambda o, t: (o[0] - t).square().mean() + o[1], ranks=4, microbatches=4)
-
-
-def test_the_mixtures_need_no_remedy() -> None:
-    x, y = batch()
-    model, loss = made()
-    found = inspect(model, (x,), stages=2, loss=loss, target=y)
-    assert [stage.first_module for stage in found.stages[1:]] == ["blocks.2"]
-    assert all(block.mixture.l_aux is None for block in model.blocks), "the recording takes back what it left"
-
-
-def test_a_value_that_is_not_left_by_every_call_is_no_value() -> None:
-    """The second microbatch would get the first one's."""
-    x, y = batch()
-    model, loss = made(every=3)
-    with (
-        pytest.raises(PartitionError, match=r"l_aux|calls"),
-        pipeline(model, (x,), ranks=2, microbatches=4, loss=loss, schedule="gpipe") as pipe,
-    ):
-        pipe.step(x, target=y)
 
 
 def test_an_evaluation_finds_it_too() -> None:

@@ -64,27 +64,6 @@ def checked_distributions() -> Iterator[None]:
     Distribution.set_default_validate_args(before)
 
 
-class Teaches(nn.Module):
-    """Its targets come from a part that runs in inference mode."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.student = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-        self.teacher = nn.Linear(6, 6)
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.inference_mode():
-            wanted = self.teacher(x.flip(-1)).relu_()
-        for block in self.student:
-            x = block(x).tanh()
-        return x - wanted.clone()
-
-
-def test_a_part_in_inference_mode() -> None:
-    torch.manual_seed(0)
-    proven(Teaches(), torch.randn(8, 6), torch.randn(8, 6), ranks=2, microbatches=4)
-
-
 @pytest.mark.usefixtures("checked_distributions")
 def test_distributions_are_not_checked_while_they_are_recorded() -> None:
     torch.manual_seed(0)

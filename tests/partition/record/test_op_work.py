@@ -52,30 +52,6 @@ def test_a_lookup_reads_its_rows_and_a_depthwise_convolution_is_not_weightless()
     assert work(depthwise, torch.randn(1, 64, 14, 14)) > work(nn.Conv2d(64, 64, 1), torch.randn(1, 64, 14, 14)) / 4
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: object, x: Tensor, weight: Tensor) -> Tensor:
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: object, *grads: Tensor) -> tuple[None, None]:
-        raise NotImplementedError
-
-
-def doubled(x: Tensor, weight: Tensor) -> Tensor:
-    return Doubled.apply(x, weight)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def test_an_autograd_function_has_a_backward_although_its_forward_records_no_gradients() -> None:
-    def plain(function: Callable[[Tensor, Tensor], Tensor]) -> nn.Module:
-        return Forward(lambda self, x: function(x, self.weight), weight=nn.Parameter(torch.randn(8, 8)))
-
-    x = torch.randn(3, 8)
-    expected = work(plain(torch.matmul), x)
-    assert work(plain(doubled), x) == expected
-    assert work(nn.Sequential(plain(doubled)), x) == expected  # within a unit
-
-
 PICTURE, TEXT = torch.zeros(1, 3, 224, 224), torch.zeros(1, 128, dtype=torch.long)
 COMMON: dict[str, tuple[Callable[[], nn.Module], Tensor]] = {
     "ResNet-50": (lambda: transformers.ResNetForImageClassification(transformers.ResNetConfig()), PICTURE),

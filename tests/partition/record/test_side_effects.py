@@ -75,16 +75,6 @@ def by_context() -> nn.Module:
     return Talking(leave, lambda self: self.context.hidden, first)
 
 
-def by_growing_list() -> nn.Module:
-    def leave(self: Any, h: Tensor) -> None:
-        self.context.seen.append(h)
-
-    def first(self: Any, x: Tensor) -> None:
-        self.blocks[0].context.seen = [x]
-
-    return Talking(leave, lambda self: torch.stack(self.context.seen).sum(0), first)
-
-
 def hook(module: Any, args: Any, result: Tensor) -> None:
     module.hooked = result.exp()
 
@@ -108,7 +98,7 @@ def by_weight() -> nn.Module:
     return Talking(lambda self, h: None, take)
 
 
-KINDS = [by_attribute, by_context, by_growing_list, by_hook, by_weight]
+KINDS = [by_attribute, by_context, by_hook, by_weight]
 
 
 def prove(model: nn.Module, **options: Any) -> None:
@@ -155,41 +145,30 @@ class Twice(torch.autograd.Function):
 
 
 class Reversible(nn.Module):
-    def __init__(self, wrap: Callable[[nn.ModuleList], Any] = lambda layers: layers) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.layers, self.wrap = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2)), wrap
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return Twice.apply(x, self.wrap(self.layers))
+        return Twice.apply(x, self.layers)
 
 
 class Stack(nn.Module):
     """Nothing in it is repeated, so that it is recorded call by call."""
 
-    def __init__(self, **wrap: Any) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.first, self.body, self.last = nn.Linear(WIDTH, WIDTH), Reversible(**wrap), nn.Linear(WIDTH, WIDTH)
+        self.first, self.body, self.last = nn.Linear(WIDTH, WIDTH), Reversible(), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.body(self.first(x)).tanh())
 
 
-@pytest.mark.parametrize("wrap", [lambda ls: ls, lambda ls: [*map(Calling, ls)]])
-def test_modules_among_a_calls_constants(wrap: Callable[[nn.ModuleList], Any]) -> None:
-    prove(Stack(wrap=wrap), ranks=2, schedule="1f1b")
-    found = inspect(Stack(wrap=wrap), (torch.randn(5, WIDTH),))
+def test_modules_among_a_calls_constants() -> None:
+    prove(Stack(), ranks=2, schedule="1f1b")
+    found = inspect(Stack(), (torch.randn(5, WIDTH),))
     assert sum(stage.parameters for stage in found.stages) == found.parameters
     assert not found.notes
-
-
-class Calling:
-    """Hides a module in an object."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        self.layer = layer
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.layer(x)
 
 
 def test_a_parameter_that_no_stage_has_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,12 +12,11 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -26,7 +25,7 @@ from penstock._base.pytree import flatten
 from penstock._base.stages import TensorMeta
 from penstock.costs import OpCounts
 from penstock.costs.hardware import Operation
-from penstock.partition.record.fakes import untouched_generators
+from penstock.partition.record.fakes import Snapshot, install_tensors, untouched_generators
 from penstock.partition.record.op_work import (
     OVERWRITES,
     OpCall,
@@ -119,10 +118,6 @@ def backward_roots(values: Sequence[Tensor]) -> tuple[list[GradientEdge], Callab
     return [get_gradient_edge(value) for value in trained], make_ones
 
 
-_Runs = tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]
-"""What a run took, and what its forward and its backward did."""
-
-
 def _run(
     module: nn.Module,
     inputs: Sequence[TensorMeta],
@@ -130,53 +125,41 @@ def _run(
     with_loss: bool = False,
     counts: bool = False,
     inputs_only: bool = False,
-) -> _Runs:
+) -> tuple[Footprint, tuple[Operation, ...], tuple[Operation, ...]]:
     """Run a module on fake tensors: return its bytes, and what the forward and the backward do. `inputs_only`: compute
     gradients of these alone."""
-    tensors = (*module.named_parameters(), *module.named_buffers())
-    state = {name: _empty_like(tensor_meta(tensor)) for name, tensor in tensors}
+    state = {id(tensor): _empty_like(tensor_meta(tensor)) for tensor in (*module.parameters(), *module.buffers())}
     for tensor in state.values():
         if tensor.requires_grad:  # so that backward adds to it, as in any microbatch but the first
             tensor.grad = torch.empty_like(tensor)
     leaves = [_empty_like(meta) for meta in inputs]
     uncounted = [*state.values(), *(t.grad for t in state.values() if t.grad is not None), *leaves]
-    memory = MemoryMonitor(uncounted)
-
-    def run() -> _Runs:
-        copies = [leaf.clone() for leaf in leaves]  # which may be updated in place
-        memory.is_counting = counts
-        outputs: list[Tensor] = list(module(*copies))
-        memory.is_counting = False
-        ids_in, ids_out = ([storage_id(value) for value in values] for values in (copies, outputs))
-        copies.clear()
-        edges, make_ones = backward_roots(typical_losses(outputs) if with_loss else outputs)
-        outputs.clear()
-        peak, forward = memory.peak, memory.take_ops()
-        kept = memory.peak = memory.now
-        input_bytes, output_bytes = (tuple(map(memory.living_bytes, storages)) for storages in (ids_in, ids_out))
-        gradients = make_ones()
-        memory.is_counting = counts
-        if edges and inputs_only:
-            torch.autograd.grad(edges, [x for x in leaves if x.requires_grad], gradients, allow_unused=True)
-        elif edges:
-            torch.autograd.backward(edges, gradients)
-        memory.is_counting = False
-        return Footprint(kept, max(peak, memory.peak) - kept, input_bytes, output_bytes), forward, memory.take_ops()
-
-    with memory:
-        result = functional_call(
-            _WhileReplaced(module, run), {f"module.{name}": fake for name, fake in state.items()}, ()
-        )
-    return cast(_Runs, result)
-
-
-class _WhileReplaced(nn.Module):
-    """Keeps what stands in for a module's tensors in place until backward has ended: the model's own checkpoint (timm's
-    DenseNet) runs the module again there, which would count a batch in its own batch norms."""
-
-    def __init__(self, module: nn.Module, run: Callable[[], Any]) -> None:
-        super().__init__()
-        self.module, self.forward = module, run
+    memory, snapshot = MemoryMonitor(uncounted), Snapshot(module)
+    # in place until backward has ended: a model's own checkpoint (timm's DenseNet) runs its modules again there
+    install_tensors(module, lambda tensor: state[id(tensor)])
+    try:
+        with memory:
+            copies = [leaf.clone() for leaf in leaves]  # which may be updated in place
+            memory.is_counting = counts
+            outputs: list[Tensor] = list(module(*copies))
+            memory.is_counting = False
+            ids_in, ids_out = ([storage_id(value) for value in values] for values in (copies, outputs))
+            copies.clear()
+            edges, make_ones = backward_roots(typical_losses(outputs) if with_loss else outputs)
+            outputs.clear()
+            peak, forward = memory.peak, memory.take_ops()
+            kept = memory.peak = memory.now
+            input_bytes, output_bytes = (tuple(map(memory.living_bytes, storages)) for storages in (ids_in, ids_out))
+            gradients = make_ones()
+            memory.is_counting = counts
+            if edges and inputs_only:
+                torch.autograd.grad(edges, [x for x in leaves if x.requires_grad], gradients, allow_unused=True)
+            elif edges:
+                torch.autograd.backward(edges, gradients)
+            memory.is_counting = False
+    finally:
+        snapshot.restore()
+    return Footprint(kept, max(peak, memory.peak) - kept, input_bytes, output_bytes), forward, memory.take_ops()
 
 
 class MemoryMonitor(TorchDispatchMode):  # type: ignore[no-untyped-call]

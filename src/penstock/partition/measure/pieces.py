@@ -202,8 +202,9 @@ def kind_key(split: CutRecording, stage: int) -> Hashable:
     for node in plan.run:
         numbers[node] = len(numbers)
         fact = split.facts[node]
+        arguments = repr(fx.map_arg((node.args, node.kwargs), lambda argument: f"%{numbers[argument]}"))
         target = tuple(_module_key(split.model.get_submodule(name)) for name in fact.units) or _target_key(split, node)
-        called.append((target, _as_hashable((node.args, node.kwargs), numbers), fact.work, fact.meta, fact.modes))
+        called.append((target, arguments, fact.work, fact.meta, fact.modes))
     received = tuple(value.meta for value in plan.inputs)
     returned = tuple((numbers[node], value.meta) for node, value in zip(plan.returned, plan.outputs, strict=True))
     return tuple(called), received, returned
@@ -248,21 +249,3 @@ def _is_plain(value: Any) -> bool:
 
 def _tensor_key(tensor: Tensor) -> tuple[Any, ...]:
     return tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype, tensor.requires_grad
-
-
-def _as_hashable(value: Any, numbers: Mapping[fx.Node, int]) -> Hashable:
-    """Arguments as a hashable value: nodes by their numbers; what cannot be hashed is itself only."""
-    match value:
-        case fx.Node():
-            return "node", numbers[value]
-        case tuple() | list():
-            return isinstance(value, tuple), tuple(_as_hashable(item, numbers) for item in value)
-        case dict():
-            return "dict", tuple((key, _as_hashable(item, numbers)) for key, item in value.items())
-        case slice():
-            return "slice", _as_hashable((value.start, value.stop, value.step), numbers)
-    try:
-        hash(value)
-    except TypeError:
-        return "object", id(value)
-    return type(value), value

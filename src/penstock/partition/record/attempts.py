@@ -35,14 +35,15 @@ from penstock._base.marks import calling_at_marks
 from penstock._base.pytree import Flat, flatten, unflatten
 from penstock.partition.given_model import Chain
 from penstock.partition.names import is_below
-from penstock.partition.nested import NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
+from penstock.partition.nested import Constant, NodeValue, hides_tensors, holds_tensors, input_path, leaves_of
 from penstock.partition.obstacles import Obstacle, depends_on_values, describe_scope
 from penstock.partition.record.autograd_functions import following_functions
 from penstock.partition.record.fakes import Loan, Snapshot, fake_like, fake_value, untouched_generators
 from penstock.partition.record.operator_effects import SEED
 from penstock.partition.record.random_branches import merge_branches
 from penstock.partition.record.recorder import Attempt, Recorder
-from penstock.partition.recording import Constant, Recording, is_readable
+from penstock.partition.recording import Recording, is_readable
+from penstock.partition.result_checks import drop_unread_shapes
 from penstock.partition.state.block_state import Remembered
 from penstock.partition.state.loss_values import ALL_UNITS, Left
 from penstock.partition.state.reachable import Reach
@@ -191,7 +192,7 @@ def _run_checked(recorder: Recorder, inputs: list[Any], structure: Any, spec: Un
             result = _run(recorder, inputs, structure)
     except (Lesson, PartitionError) as error:
         additions = error.additions if isinstance(error, Lesson) else None
-        if additions is None or additions.opened or additions.run_whole or additions.used_outside:
+        if additions is None or additions.opened or additions.run_whole:
             recorder.side_effects.check_units(recorder.on_memory)  # may give a better reason
         if isinstance(error, Lesson) and error.additions.opened:
             error.likely |= _will_be_opened(recorder, spec, error.additions.opened)
@@ -276,14 +277,15 @@ def _run(recorder: Recorder, inputs: list[Any], structure: Any) -> Any:
 
 def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
     """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
-    for slots, key, fake, name in recorder.loan.installed:
-        if (new := slots.get(key)) is fake or _is_cache(recorder, name, new):
-            continue
-        raise PartitionError(
-            f"the forward replaces {name!r} by a new tensor, which a stage cannot replay. Update it in place: "
-            f"self.{name.rpartition('.')[2]}.copy_(...); if it is a cache of constants, register it with "
-            "persistent=False"
-        )
+    for path, slots, fakes in recorder.loan.installed:
+        for key, fake in fakes.items():
+            if (new := slots.get(key)) is fake or _is_cache(recorder, path, key, new):
+                continue
+            raise PartitionError(
+                f"the forward replaces {f'{path}.{key}'.lstrip('.')!r} by a new tensor, which a stage cannot replay. "
+                f"Update it in place: self.{key}.copy_(...); if it is a cache of constants, register it with "
+                "persistent=False"
+            )
     in_units = {id(m) for unit in recorder.units.values() for m in unit.module.modules()}
     for module, attribute, value in snapshot.changed():
         scope = recorder.module_names[id(module)]
@@ -297,13 +299,11 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
                 recorder.notes.append(f"the forward changes {path}; a stage keeps the value it had when recorded")
 
 
-def _is_cache(recorder: Recorder, name: str, value: Tensor | None) -> bool:
+def _is_cache(recorder: Recorder, path: str, key: str, value: Tensor | None) -> bool:
     """Whether a replaced buffer holds only what every forward computes identically, as those of transformers' rotary
     embeddings of dynamic length do (`modeling_rope_utils`)."""
-    path, _, field = name.rpartition(".")
-    module = recorder.model.get_submodule(path)
-    saved = field not in module._non_persistent_buffers_set
-    return value is not None and not saved and recorder.observer.is_fixed(value)
+    is_saved = key not in recorder.model.get_submodule(path)._non_persistent_buffers_set
+    return value is not None and not is_saved and recorder.observer.is_fixed(value)
 
 
 def _result_leaves(recorder: Recorder, flat: Flat, outputs: dict[fx.Node, int]) -> Iterator[int | Constant]:
@@ -339,7 +339,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
     if (writer := next((fact for fact in recorder.facts.values() if fact.writes & recorder.reads), None)) is not None:
         reason = f"the forward branches on a buffer and updates it at {writer.source_line}"
         raise Obstacle(f"{reason}, which a recording cannot follow", writer.scope)
-    shape_nodes = recorder.result_checks.settle(recorder.facts, recorder.sized)
+    shape_nodes = drop_unread_shapes(recorder.facts, recorder.shapes_read, recorder.sized)
     free = {number for node, number in recorder.sized.items() if node not in shape_nodes}
     tensors = [leaf for leaf in flat.leaves if isinstance(leaf, Tensor)]
     carried = [entry.recorded(lambda t: outputs.setdefault(recorder.get_node(t), len(outputs))) for entry in left]
@@ -361,7 +361,7 @@ def _build_recording(recorder: Recorder, result: Any, left: Collection[Left], sp
         drawing=dict(sorted(recorder.drawing.items())),
         may_draw=frozenset(recorder.may_draw),
         entered=entered,
-        device=recorder.entry.device,
+        device=loan.device,
         guards=tuple(replace(guard, is_unread_shape=n in free) for n, guard in enumerate(recorder.guards)),
         notes=recorder.all_notes,
         unit_spec=replace(spec, for_loss=spec.for_loss | texts, attributes_read=frozenset(recorder.attributes_read)),

@@ -108,9 +108,6 @@ class DrawnArray(Drawn):
         super().__init__(chance, node)
         self.shape, self.dtype, self.ndim, self.size = array.shape, array.dtype, array.ndim, array.size
 
-    def astype(self, dtype: Any) -> DrawnArray:
-        return self.chance.astype(self, dtype)
-
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):
             raise AttributeError(name)
@@ -172,11 +169,6 @@ class Chance:
             self.refuse("a random number inside of a module that runs as a whole")
         return self._number("call_function", function, tuple(a.node if isinstance(a, Drawn) else a for a in args))
 
-    def astype(self, array: DrawnArray, dtype: Any) -> DrawnArray:
-        """Return the stand-in for an array of another dtype."""
-        node = self._writer.write_number("call_method", "astype", (array.node, self._writer.argument(dtype)))
-        return DrawnArray(self, node, numpy.empty(array.shape, dtype))
-
     def _number(self, op: str, target: Any, args: tuple[Any, ...]) -> Drawn:
         self.has_drawn = True
         return DrawnNumber(self, self._writer.write_number(op, target, args))
@@ -216,10 +208,6 @@ class Chance:
         if self._writer.observer.is_elsewhere:
             return function(*args, **kwargs)
         values = (*args, *kwargs.values())
-        if name == python_draws.FRESH:
-            if values and values[0] is not None:
-                return function(*args, **kwargs)  # has its own seed
-            self.refuse("a generator that has no seed (numpy.random.default_rng())")
         if self._writer.is_paused:
             self._writer.observer.draw()
             self._drew_in_unit = True

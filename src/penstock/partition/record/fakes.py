@@ -12,7 +12,7 @@ import numpy
 import torch
 from torch import Tensor, nn
 
-from penstock._base.compat import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from penstock._base.compat import FakeTensorMode, unset_fake_temporarily
 from penstock.partition.state.reachable import Holder, is_container
 
 
@@ -45,35 +45,36 @@ class Loan:
         fakes: canonical name -> the fake, for parameters and then buffers.
         names: a fake's `id` -> its canonical name.
         originals: a fake's `id` -> the model's own tensor.
-        installed: where each fake is: the dict, its key there, the fake, and its name.
+        installed: a module's name, the dict of its parameters or buffers, and its contents with fakes.
     """
 
     def __init__(self, model: nn.Module, mode: FakeTensorMode, device: torch.device) -> None:
         self.mode, self.device = mode, device
-        self.fakes: dict[str, Tensor] = {}
-        self.names: dict[int, str] = {}
-        self.originals: dict[int, Tensor] = {}
-        self.installed: list[tuple[dict[str, Tensor | None], str, Tensor, str]] = []
-        by_original: dict[int, Tensor] = {}
+        named = [*model.named_parameters(), *model.named_buffers()]
+        first = {id(tensor): name for name, tensor in reversed(named)}  # a buffer may be another module's parameter
+        tensors = {name: tensor for name, tensor in named if first[id(tensor)] == name}
         with mode:  # entered only once: that takes as long as making a fake
-            for path, module in model.named_modules(remove_duplicate=False):
-                self._lend(path, module, by_original)
+            self.fakes = {name: fake_like(tensor, mode, device) for name, tensor in tensors.items()}
+        self.names = {id(fake): name for name, fake in self.fakes.items()}
+        self.originals = {id(fake): tensors[name] for name, fake in self.fakes.items()}
+        by_original = {id(tensor): self.fakes[name] for name, tensor in tensors.items()}
+        install_tensors(model, lambda tensor: by_original[id(tensor)])
+        self.installed = [(name, slots, slots.copy()) for name, slots in tensor_slots(model)]
 
-    def _lend(self, path: str, module: nn.Module, by_original: dict[int, Tensor]) -> None:
-        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for slots in tables:
-            for name, tensor in slots.items():
-                if tensor is None or isinstance(tensor, FakeTensor):
-                    continue  # a fake: this module was visited before, under another name
-                fake = by_original.get(id(tensor))
-                if fake is None:
-                    fake = by_original[id(tensor)] = fake_like(tensor, self.mode, self.device)
-                    full_name = f"{path}.{name}" if path else name
-                    self.fakes[full_name], self.names[id(fake)], self.originals[id(fake)] = fake, full_name, tensor
-                self.installed.append((slots, name, fake, f"{path}.{name}" if path else name))
-                slots[name] = fake
-        if isinstance(module, nn.RNNBase):  # it keeps a second list of its parameters
-            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
+
+def tensor_slots(module: nn.Module) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the dicts that hold the parameters and buffers of all modules in one, each with its module's name."""
+    for name, inner in module.named_modules():
+        yield from ((name, inner._parameters), (name, inner._buffers))
+
+
+def install_tensors(module: nn.Module, replacement: Callable[[Tensor], Tensor]) -> None:
+    """Replace the parameters and buffers of a module and all modules in it."""
+    for _, slots in tensor_slots(module):
+        slots.update({key: replacement(tensor) for key, tensor in slots.items() if tensor is not None})
+    for inner in module.modules():
+        if isinstance(inner, nn.RNNBase):  # it keeps a second list of its parameters
+            inner._flat_weights = [getattr(inner, n, None) for n in inner._flat_weights_names]
 
 
 def fake_like(tensor: Tensor, mode: FakeTensorMode, device: torch.device) -> Tensor:

@@ -20,9 +20,9 @@ from penstock._base.pytree import LEAF, Flat, flatten, leaf_tensors
 from penstock.partition.names import canonical_names
 from penstock.partition.nested import (
     CONSTANTS,
+    MutableArguments,
     NodeValue,
     child_items,
-    find_model_objects,
     free_name,
     hidden_tensors,
     hides_tensors,
@@ -33,10 +33,9 @@ from penstock.partition.nested import (
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.call_targets import Target
 from penstock.partition.record.fakes import Loan
-from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.record.side_effects import SideEffects
-from penstock.partition.recording import EntryModes, Kind, NodeInfo, tensor_meta
+from penstock.partition.recording import Kind, Modes, NodeInfo, tensor_meta
 from penstock.partition.state.reachable import Reach
 from penstock.partition.units import Lesson, Opening, Unit
 from penstock.partition.user_code import current_line
@@ -48,7 +47,7 @@ class Writer:
     def __init__(self, model: nn.Module, units: Mapping[int, Unit], loan: Loan, reach: Reach, opening: Opening) -> None:
         super().__init__()
         self.model, self.units, self.loan, self.reach, self.opening = model, units, loan, reach, opening
-        self.entry, self.module_names = EntryModes(loan.device), canonical_names(model)
+        self._entry_modes, self.module_names = Modes.now(loan.device), canonical_names(model)
         names = {storage_id(fake): name for name, fake in loan.fakes.items()}
         self.observer = Observer(self.module_names, names, frozenset(map(storage_id, loan.originals.values())))
         self.side_effects = SideEffects(model, units, reach, self.observer)
@@ -64,7 +63,8 @@ class Writer:
         self._constants = free_name(model, "constants")
         self._constant_ids: dict[int, str] = {}
         self._draws: Counter[str] = Counter()
-        self._model_objects = find_model_objects(model)
+        attributes = (value for module in model.modules() for value in vars(module).values())
+        self._model_objects = {id(v): v for v in attributes if not (isinstance(v, Tensor) or type(v) in CONSTANTS)}
         self._argument_nodes: dict[int, fx.Node] = {}  # for the call being written: id of each argument -> its node
 
     @contextmanager
@@ -124,7 +124,7 @@ class Writer:
             meta=tensor_meta(result) if isinstance(result, Tensor) else None,
             storages=frozenset(storage_id(t) for t in tensors),
             takes_gradient=any(t.requires_grad for t in tensors),
-            modes=self.entry.difference(),
+            modes=Modes.now(self.loan.device, self._entry_modes),
             source_line=current_line(),
             work=self.observer.work,
         )
@@ -266,7 +266,9 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                raise Lesson(refusal, used_outside=[type(self.observer.returned[id(tensor)][1])])
+                kind = type(self.observer.returned[id(tensor)][1])  # others of its class will be used outside, too
+                modules = self.model.named_modules()
+                raise Lesson(refusal, opened=[name for name, module in modules if _encloses(module, kind)])
             if maker is not None and maker.call.unit:
                 raise Lesson(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
             raise Obstacle(refusal, self.scope)
@@ -309,3 +311,8 @@ class Writer:
     def _find_holder(self, tensor: Tensor) -> str:
         entries = ((name, *entry) for name, module in self.model.named_modules() for entry in vars(module).items())
         return next((f"{name}.{key}".lstrip(".") for name, key, value in entries if value is tensor), "")
+
+
+def _encloses(module: nn.Module, kind: type[nn.Module]) -> bool:
+    """Whether a module of this class is in another."""
+    return any(type(inner) is kind for inner in module.modules() if inner is not module)

@@ -27,8 +27,6 @@ Handler = Callable[..., Any]
 """Takes the name of a function that draws, the function, and its arguments."""
 
 SEEDING = ("seed", "getstate", "setstate", "get_state", "set_state")
-FRESH = "numpy.random.default_rng"
-"""Makes a separate generator; without a seed, a different one each time."""
 
 
 @cache
@@ -43,7 +41,7 @@ def drawing_functions() -> Mapping[str, Callable[..., Any]]:
         function = getattr(numpy.random, name)
         if name not in SEEDING and isinstance(getattr(function, "__self__", None), numpy.random.RandomState):
             functions[f"numpy.random.{name}"] = function
-    return {**functions, FRESH: numpy.random.default_rng}
+    return functions
 
 
 def draw(name: str, *args: Any, **kwargs: Any) -> Any:

@@ -25,7 +25,7 @@ from penstock._base.errors import PartitionError
 from penstock._base.formatting import collapse_ranges
 from penstock._base.marks import cut
 from penstock._base.pytree import flatten, leaf_tensors
-from penstock.partition.nested import hides_tensors, holds_tensors, tensors_in
+from penstock.partition.nested import MutableArguments, hides_tensors, holds_tensors, tensors_in
 from penstock.partition.obstacles import Obstacle
 from penstock.partition.record.call_targets import (
     REFUSED,
@@ -41,11 +41,10 @@ from penstock.partition.record.drawn_values import Chance, holds_drawn, replace_
 from penstock.partition.record.fakes import Loan
 from penstock.partition.record.graph_writer import Writer
 from penstock.partition.record.known_values import CallResult, KnownValues
-from penstock.partition.record.mutable_arguments import MutableArguments
 from penstock.partition.record.operator_effects import Call
 from penstock.partition.record.run_for_real import find_attributes, find_drawing_modules, run_for_real, taken
 from penstock.partition.recording import Guard, walk
-from penstock.partition.result_checks import ResultChecks
+from penstock.partition.result_checks import ShapeRead, set_pattern
 from penstock.partition.state.reachable import Reach
 from penstock.partition.units import Lesson, Unit, UnitCall, UnitSpec
 from penstock.partition.user_code import current_line
@@ -100,7 +99,7 @@ class Recorder(Writer, TorchFunctionMode):
         self.ran_for_real: set[str] = set()  # units that ran for real, on made-up inputs
         self.attributes_read = {*attempt.unit_spec.attributes_read}  # names, after the calls of such units
         self._real_runs: dict[str, list[str]] = {}  # reason -> their names
-        self.result_checks = ResultChecks(self.opening)
+        self.shapes_read: list[ShapeRead] = []
         self._numbers = count()
 
     # -- what torch, the units and autograd functions call ----------------------------------------------------------
@@ -179,7 +178,7 @@ class Recorder(Writer, TorchFunctionMode):
         """Make a guard for a call that the graph leaves out because its result is not a tensor; `tensors`: the buffers
         and constants that it reads. It makes its constants where its inputs are: values on the host can be read before
         they travel, without waiting for a device."""
-        needed_nodes, device = self._ancestors(target, blanks), self.entry.device
+        needed_nodes, device = self._ancestors(target, blanks), self.loan.device
         graph = fx.Graph()
         input_nodes = [node for node in self.inputs if node in needed_nodes and node not in blanks]
         device_node = graph.placeholder("device")
@@ -286,7 +285,7 @@ class Recorder(Writer, TorchFunctionMode):
             inner_calls = self.observer.calls[first_call:]  # nodes for its arguments come before it
             self.observer.calls[first_call:] = [(inner, fact.index) for inner, _ in inner_calls]
             fact.depends_on_values = unit.name in self.ran_for_real
-            self.result_checks.note(fact, result)
+            set_pattern(fact, result, self.opening)
             if fact.depends_on_values:
                 self._extract_attributes(node, unit)
             return result
@@ -378,7 +377,7 @@ class Recorder(Writer, TorchFunctionMode):
         if self.ran_for_real or self.sized:
             tensors = (self._seen.get(id(tensor)) for tensor in tensors_in((args, kwargs)))
             where = current_line(), self.scope
-            self.result_checks.shapes_read += [(entry[1], *where) for entry in tensors if entry is not None]
+            self.shapes_read += [(entry[1], *where) for entry in tensors if entry is not None]
 
     @property
     def all_notes(self) -> tuple[str, ...]:

@@ -9,8 +9,8 @@ call, and is then a value like any other (`LeftInAttribute`).
 from __future__ import annotations
 
 import copy
-import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,9 +21,8 @@ from penstock._base.compat import FakeTensor, storage_id, unset_fake_temporarily
 from penstock._base.errors import PartitionError
 from penstock._base.memory import extent
 from penstock._base.pytree import map_tensors
-from penstock.partition.nested import tensors_in
-from penstock.partition.record.fakes import Loan, Snapshot, fake_value, made_by_call
-from penstock.partition.record.mutable_arguments import MutableArguments
+from penstock.partition.nested import MutableArguments, tensors_in
+from penstock.partition.record.fakes import Loan, Snapshot, fake_value, install_tensors, made_by_call
 from penstock.partition.record.operator_effects import Observer
 from penstock.partition.units import Unit, UnitCall, has_forward
 
@@ -60,7 +59,7 @@ def run_for_real(
         try:
             with observer.trial():  # making up tensors writes to them
                 real_args, real_kwargs = map_tensors(make_real, (args, kwargs))
-                _install_real(unit.module, make_real)
+                install_tensors(unit.module, make_real)
                 mutable = MutableArguments(real_args, real_kwargs)
                 versions = [stand_in._version for _, stand_in in pairs.values()]
             result = original(unit.module, *real_args, **real_kwargs)
@@ -90,15 +89,6 @@ def run_for_real(
             vars(module)[name] = to_fake(value)
     MutableArguments(args, kwargs).write_back(mutable.changed(), converted[1])
     return converted[0], drew, frozenset(written)
-
-
-def _install_real(unit: nn.Module, make_real: Callable[[Tensor], Tensor]) -> None:
-    """Put real tensors in place of the unit's parameters and buffers."""
-    for module in list(unit.modules()):
-        for slots in (module._parameters, module._buffers):
-            slots.update({k: make_real(t) for k, t in slots.items() if t is not None})  # type: ignore[misc]
-        if isinstance(module, nn.RNNBase):
-            module._flat_weights = [getattr(module, n, None) for n in module._flat_weights_names]
 
 
 def find_drawing_modules(unit: nn.Module, drew: Sequence[nn.Module | None]) -> tuple[list[nn.Module], list[nn.Module]]:
@@ -156,34 +146,25 @@ def _make_stand_in(fake: Tensor, original: Tensor | None, device: torch.device) 
     return tensor if fake.is_leaf or not fake.requires_grad else made_by_call(tensor)
 
 
+@dataclass(frozen=True, slots=True)
 class LeftInAttribute:
-    """An attribute of a module that each call of a block sets anew.
+    """An attribute that each call of a block sets anew.
 
-    Args:
+    Attributes:
         name: where a user finds it.
-        module, key: the module and the attribute's name.
+        entries: its module's attributes. Not the module: a stage would then hold its parameters twice.
+        key: its own name.
     """
 
-    def __init__(self, name: str, module: nn.Module, key: str) -> None:
-        self.name, self.key = name, key
-        self._entries = vars(module)  # not the module: a stage would then hold its parameters twice
-        self._last: Callable[[], Tensor | None] = lambda: None
-
-    def take(self) -> Tensor:
-        """Return the value that the latest call left. Raise PartitionError if it left none."""
-        value = self._entries.get(self.key)
-        if not isinstance(value, Tensor) or value is self._last():
-            raise PartitionError(
-                f"{self.name!r} was set by the call in which the model was recorded, but not by this one: set it to a "
-                "tensor in every forward"
-            )
-        self._last = weakref.ref(value)
-        return value
+    name: str
+    entries: Mapping[str, Any]
+    key: str
 
 
 def taken(result: Any, attribute: LeftInAttribute) -> Tensor:
     """Return what the call that returned `result` left in an attribute."""
-    return attribute.take()
+    value: Tensor = attribute.entries[attribute.key]
+    return value
 
 
 def find_attributes(
@@ -197,4 +178,4 @@ def find_attributes(
     for inner, module in block.named_modules(prefix=name):
         for key, value in vars(module).items():
             if isinstance(value, Tensor) and (value.requires_grad or f"{inner}.{key}" in attributes_read):
-                yield LeftInAttribute(f"{inner}.{key}", module, key), value
+                yield LeftInAttribute(f"{inner}.{key}", vars(module), key), value

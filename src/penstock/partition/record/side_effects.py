@@ -129,14 +129,16 @@ class SideEffects:
         observer, in_units = self._observer, {id(m) for unit in self._units.values() for m in unit.module.modules()}
         attributes = find_read_before_set({type(m) for m in self._model.modules() if id(m) not in in_units})
         for holder, key, value in self._changes():
-            carried_over = attributes.get(key) if holder.attributes and (id(holder), key) not in self._setters else None
+            if not holder.attributes or key not in attributes or (id(holder), key) in self._setters:
+                continue
+            counts, read_at = attributes[key]
             is_state = (
                 observer.maker(t) is not None and not observer.is_steady(observer.root(t)) for t in tensors_in(value)
             )
-            if carried_over is not None and (any(is_state) or (carried_over.counts and type(value) in (int, float))):
+            if any(is_state) or (counts and type(value) in (int, float)):
                 raise Obstacle(
-                    f"the forward changes {holder.name(key)!r}, which it reads at {carried_over.read_at}, and so "
-                    "behaves differently the next time, which a recording cannot follow",
+                    f"the forward changes {holder.name(key)!r}, which it reads at {read_at}, and so behaves "
+                    "differently the next time, which a recording cannot follow",
                     "",
                     alternative="Take such state as an input of the model and return it with the result; count steps "
                     "in the training loop, and set there, between steps, what depends on it (model.frozen = True)",

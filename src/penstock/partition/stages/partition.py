@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from penstock._base.errors import PartitionError, ShapeError
 from penstock._base.formatting import list_names
 from penstock._base.pytree import unflatten
-from penstock.partition.nested import input_path
-from penstock.partition.recording import Constant, Guard, RandomSource, Recording
+from penstock.partition.nested import Constant, fill_in, input_path
+from penstock.partition.recording import Guard, RandomSource, Recording
 from penstock.partition.stages.stage import Stage, build_stage
 from penstock.partition.stages.stage_plans import CutRecording
 from penstock.partition.state.loss_values import Left, in_place
@@ -107,8 +107,7 @@ class Partition:
         count = len(self.stages[-1].meta.outputs)
         if len(leaves) != count:
             raise ShapeError(f"the model's result is made of {count} tensors, not {len(leaves)}")
-        values = [leaf.value if isinstance(leaf, Constant) else leaves[leaf] for leaf in self.result_leaves]
-        return unflatten(values, self.result_structure)
+        return unflatten(fill_in(self.result_leaves, leaves), self.result_structure)
 
     def leaving(self, leaves: Sequence[Tensor]) -> AbstractContextManager[None]:
         """Return a context for the loss function, in which everything that the forward leaves is in its place, built
@@ -180,18 +179,15 @@ def _find_elsewhere(recording: Recording, stages: Sequence[Stage]) -> dict[str, 
 
 def _origins(recording: Recording, stages: Sequence[Stage]) -> dict[str, Origin]:
     """Return where the values that cross between stages, or enter or leave the model, were made."""
-    metas = [stage.meta for stage in stages]
-    names = {value.name for meta in metas for value in meta.inputs} | {v.name for meta in metas for v in meta.outputs}
-    return {node.name: _origin(recording, node) for node in recording.facts if node.name in names}
-
-
-def _origin(recording: Recording, node: fx.Node) -> Origin:
-    fact = recording.facts[node]
-    if node.target is operator.getitem:  # a part of a result was made by the call that returned it
-        producer = node.args[0]
-        if isinstance(producer, fx.Node) and recording.facts[producer].kind == "unit":
-            fact = recording.facts[producer]
-    return Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
+    names = {v.name for s in stages for v in s.meta.inputs} | {v.name for s in stages for v in s.meta.outputs}
+    origins = {}
+    for node, fact in recording.facts.items():
+        if node.name in names:
+            if node.target is operator.getitem and isinstance(producer := node.args[0], fx.Node):
+                maker = recording.facts[producer]  # a part of a result was made by the unit that returned it
+                fact = maker if maker.kind == "unit" else fact
+            origins[node.name] = Origin(fact.scope, "" if fact.kind in ("unit", "input") else fact.source_line)
+    return origins
 
 
 def _check_complete(split: CutRecording, stages: Sequence[Stage]) -> None:

@@ -153,10 +153,6 @@ class Gate(nn.Module):
         self.streams.pass_by(self.calls)
         return values[: self.outputs]
 
-    def with_inside(self, inside: fx.GraphModule) -> Gate:
-        """Return the same gate around other code."""
-        return Gate(inside, self.outputs, self.runs_if, self.streams, self.calls)
-
 
 def gates_of(module: nn.Module) -> list[Gate]:
     """Return the gates in a stage's code."""
@@ -168,7 +164,8 @@ def _convert_constants(old: fx.GraphModule, convert: Callable[[Any], Any]) -> fx
     module = with_arguments(old, [map_aggregate((node.args, node.kwargs), convert) for node in old.graph.nodes])
     for name, part in old.named_children():
         if isinstance(part, Gate):
-            setattr(module, name, part.with_inside(_convert_constants(part.inside, convert)))
+            inside = _convert_constants(part.inside, convert)
+            setattr(module, name, Gate(inside, part.outputs, part.runs_if, part.streams, part.calls))
     return module
 
 

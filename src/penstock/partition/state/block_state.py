@@ -91,28 +91,16 @@ def refuse_samples(remembered: Iterable[Remembered], sizes: Sequence[int]) -> No
             )
 
 
-@dataclass(frozen=True, slots=True)
-class ReadBeforeSet:
-    """An attribute that a function reads before it sets it.
-
-    Attributes:
-        counts: whether its new value is made from its old one.
-        read_at: a line that reads it, besides those that set it.
-    """
-
-    counts: bool
-    read_at: str
-
-
-def find_read_before_set(kinds: Collection[type[nn.Module]]) -> Mapping[str, ReadBeforeSet]:
-    """Return those in the code of these classes, by name. One that is only counted, and never read, is none."""
+def find_read_before_set(kinds: Collection[type[nn.Module]]) -> Mapping[str, tuple[bool, str]]:
+    """Return the attributes that a function of these classes reads before it sets them, by name: whether the new value
+    is made from the old one, and a line that only reads it. One that is only counted, and never read, is none."""
     return _find_read_before_set(
         frozenset(base for kind in kinds for base in kind.__mro__ if package_name(base.__module__) != "torch")
     )
 
 
 @cache
-def _find_read_before_set(classes: frozenset[type]) -> Mapping[str, ReadBeforeSet]:
+def _find_read_before_set(classes: frozenset[type]) -> Mapping[str, tuple[bool, str]]:
     counts: dict[tuple[str, type], bool] = {}
     reads: dict[str, str] = {}
     first: set[tuple[str, type]] = set()  # what a forward sets before anything reads it, in itself or in any object
@@ -136,7 +124,7 @@ def _find_read_before_set(classes: frozenset[type]) -> Mapping[str, ReadBeforeSe
             if issubclass(key[1], attr[1]) or issubclass(attr[1], key[1]):
                 del counts[attr]
     return {
-        name: ReadBeforeSet(any(flag for (attr, _), flag in counts.items() if attr == name), reads[name])
+        name: (any(flag for (attr, _), flag in counts.items() if attr == name), reads[name])
         for name in {name for name, _ in counts} & reads.keys()
     }
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from penstock._base.errors import PartitionError
 from penstock._base.pytree import flatten, unflatten
-from penstock.partition.nested import tensors_in
+from penstock.partition.nested import Constant, fill_in, tensors_in
 from penstock.partition.state.reachable import Holder
 
 MAX_CARRIED = 1024
@@ -27,13 +27,6 @@ ALL_UNITS = "*"
 """If this is among the names of shut units, nothing is carried at all."""
 
 SCALARS = (bool, int, float, str)
-
-
-@dataclass(frozen=True, slots=True)
-class FromOutput:
-    """Stands in for a value that comes as the output at `index`."""
-
-    index: int
 
 
 class Absent(Tensor):
@@ -73,7 +66,8 @@ class Left:
     """An entry of a place that the forward has changed.
 
     Attributes:
-        value: what it was changed to; once recorded, flattened, with `FromOutput` and `Absent` instead of tensors.
+        value: what it was changed to; once recorded, flattened: each leaf the index of an output, or a `Constant`, with
+            `Absent` instead of tensors.
         units: the modules that made it, if all of its tensors are from modules that run as a whole.
         small: its tensors to carry.
         is_carried: whether there are any.
@@ -97,9 +91,9 @@ class Left:
         leaves: list[Any] = []
         for leaf, path in zip(flat.leaves, flat.paths, strict=True):
             if id(leaf) in carried_ids:
-                leaves.append(FromOutput(find_output(leaf)))
+                leaves.append(find_output(leaf))
             else:
-                leaves.append(Absent.at(self.text + path) if any(True for _ in tensors_in(leaf)) else leaf)
+                leaves.append(Constant(Absent.at(self.text + path) if any(True for _ in tensors_in(leaf)) else leaf))
         return replace(self, value=flat._replace(leaves=leaves), small=(), is_carried=bool(self.small))
 
 
@@ -109,8 +103,7 @@ def in_place(left: Sequence[Left], outputs: Sequence[Tensor]) -> Iterator[None]:
     snapshots = [(entry.place, entry.place.copied()) for entry in left]
     try:
         for entry in left:
-            leaves = [outputs[leaf.index] if isinstance(leaf, FromOutput) else leaf for leaf in entry.value.leaves]
-            value = unflatten(leaves, entry.value.structure)
+            value = unflatten(fill_in(entry.value.leaves, outputs), entry.value.structure)
             entry.place.put(value if entry.key is None else {**entry.place.entries, entry.key: value})
         yield
     finally:

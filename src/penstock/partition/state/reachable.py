@@ -252,26 +252,12 @@ def has_no_user_data(module: str) -> bool:
     return not module or (is_library(module) and package_name(module) not in PLAIN_OBJECTS)
 
 
-_KINDS = (list, deque, dict, OrderedDict, defaultdict, Counter, set)
-_HARMLESS = {"__doc__", "__init__", "__new__", "__repr__"}
-"""The methods that a subclass may override nevertheless."""
+_KINDS = frozenset({list, deque, dict, OrderedDict, defaultdict, Counter, set})
 
 
 def is_container(value: Any) -> bool:
-    """Whether a value is a list, a deque, a dict or a set.
-
-    A subclass counts too, unless it overrides a method of its base: then even copying it may have side effects.
-    """
-    return _is_kind(type(value))  # type: ignore[arg-type]  # mypy: a class of Any has no hash
-
-
-@functools.cache
-def _is_kind(kind: Any) -> bool:
-    base = next((cls for cls in kind.__mro__ if cls in (list, dict, set)), None)
-    if kind in _KINDS or base is None:
-        return kind in _KINDS
-    methods = vars(base).keys() - _HARMLESS
-    return all(methods.isdisjoint(vars(cls)) for cls in kind.__mro__[: kind.__mro__.index(base)])
+    """Whether a value is a list, a deque, a dict or a set. Of other classes, even copying may have side effects."""
+    return type(value) in _KINDS
 
 
 def refill(container: Any, contents: Any) -> None:
