@@ -38,6 +38,15 @@ def test_json_is_what_the_library_says() -> None:
     assert "memory" not in made
 
 
+def test_memory_of_split_backwards_goes_in_two_parts() -> None:
+    options = ("simulate", "--schedule", "zb-h1", *NUMBERS, "--memory-activation", "100")
+    whole, parts = as_json(*options), as_json(*options, "--memory-weight-grad", "40")
+    schedule, stage = generate("zb-h1", 8, 24), StageCost(1, 1, 1, activation_bytes=100, weight_gradient_bytes=40)
+    held = [one.peak_activations for one in memory(schedule, stage, library(schedule, stage))]
+    assert [one["activations"] for one in parts["memory"]] == held
+    assert sum(held) < sum(one["activations"] for one in whole["memory"]), "all of it until W, if nothing else is said"
+
+
 # -- --schedule all ---------------------------------------------------------------------------------------------------
 
 
@@ -49,6 +58,8 @@ def test_all_has_a_row_for_each_schedule_the_shortest_span_first() -> None:
     assert spans == sorted(spans)
     by_name = {row["name"]: row for row in made["schedules"]}
     assert by_name["zb-h1"] == as_json("simulate", "--schedule", "zb-h1", *NUMBERS, *COSTS)
+    halves = StageCost(18522 / 2, 18086 / 2, 9337 / 2)
+    assert by_name["zb-v"]["span"] == library(generate("zb-v", 8, 24), halves, LinkCost(601)).span_seconds
 
 
 @pytest.mark.parametrize("verb", ["simulate", "draw"])

@@ -110,6 +110,16 @@ def test_model_is_as_it_was_announced() -> None:
     assert 5.0 < float(loss(model.eval()(tokens), targets).detach()) < 7.0  # it knows nothing yet; guessing is 5.55
 
 
+def test_batches_are_the_same_everywhere_and_differ_from_step_to_step() -> None:
+    corpus, state = data.standard_library(), torch.random.get_rng_state()
+    inputs, targets = corpus.batch(3, 4, 50)
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert torch.equal(state, torch.random.get_rng_state())
+    torch.manual_seed(1)
+    assert torch.equal(inputs, data.standard_library().batch(3, 4, 50)[0])
+    assert not torch.equal(inputs, corpus.batch(4, 4, 50)[0])
+
+
 def test_held_out_text_is_of_other_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(40):
         (tmp_path / f"m{number:02}.py").write_bytes(bytes([number]) * 100)

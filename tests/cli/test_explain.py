@@ -352,6 +352,9 @@ def test_a_replay_that_takes_longer_than_the_step_is_no_unexplained_time(tmp_pat
     show(replace(found, where=replace(found.where, added_seconds=less)), Console(file=(file := StringIO()), width=200))
     assert "the replay is too slow -1.0%" in file.getvalue()
     assert "unexplained" not in file.getvalue().partition("What to change")[0]
+    unsure = replace(found, changes=(), worst_error=0.231)
+    assert unsure.nothing == "no significant improvement: every change is within the replay's error, 23.1%"
+    assert replace(unsure, worst_error=0.001).nothing == "no change was found that saves 0.5% of a step or more"
 
 
 @pytest.mark.parametrize(("limit", "advised"), [(None, ["gpipe", "1f1b"]), (320.0, ["1f1b"]), (310.0, [])])
@@ -443,6 +446,13 @@ def test_timelines_with_impossible_numbers_are_refused(
     given = measured().to_dict()
     given["ranks"][0][column][place] = value
     assert said in refusal("explain", str(write(tmp_path / "timeline.json", given)))
+
+
+def test_the_missing_last_rank_is_told_by_what_is_sent_to_it(tmp_path: Path) -> None:
+    event = {"ph": "X", "pid": 1, "tid": 1, "dur": 1.0}
+    events = [{**event, "name": f"penstock {name}", "ts": at} for at, name in enumerate(("0F0", "0SEND_F0", "0B0"))]
+    file = write(tmp_path / "rank0.json", {"traceEvents": events})
+    assert "no rank has stage 1" in refusal("explain", str(file))
 
 
 def test_cuts_need_a_profile(tmp_path: Path) -> None:

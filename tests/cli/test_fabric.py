@@ -185,6 +185,8 @@ def test_a_dry_run_writes_traces_and_nothing_else(folder: Path) -> None:
     assert not (folder / "somewhere").exists()
     found = as_json("fabric", *SIZES, "--dry-run", "--out", "somewhere")
     assert (found["folder"], found["files"]) == ("somewhere", [])
+    asked = ("fabric", "--sizes", "12", "--collective", "gather", "--hosts", "3", "--dry-run")
+    assert [as_json(*asked)[key] for key in ("sent_bytes", "port_bytes")] == [4, 8], "each sends a third to the first"
 
 
 @pytest.mark.usefixtures("nothing_is_made")

@@ -104,6 +104,7 @@ def test_without_options_it_is_the_runs_own_sizes_to_4096_hosts(tmp_path: Path) 
     text = output("fabric", "predict", run)
     assert "all_reduce: alpha 250us/step, 1/beta 100 Mbit/s" in text
     assert "4,096 hosts" in text
+    assert "recursive-doubling to 7.32 KiB, then halving-doubling" in text, "in the unit of the tables"
     assert max(map(len, text.splitlines())) <= 80
 
 

@@ -103,7 +103,11 @@ def test_gradients_have_the_bytes_of_the_dtype_in_which_they_accumulate() -> Non
 
 
 def test_what_crosses_has_a_shape_a_size_and_a_maker(targets: str) -> None:
-    (one,) = as_json("inspect", f"{targets}:gpt", "-n", "2", "--microbatches", "1")["crossings"]
+    asked = ("inspect", f"{targets}:gpt", "-n", "2", "--microbatches", "1")
+    found, wide = as_json(*asked), as_json(*asked, "--grad-dtype", "float64")
+    for stage, other in zip(found["stages"], wide["stages"], strict=True):
+        assert (other["gradient_bytes"], other["parameter_bytes"]) == (8 * stage["parameters"], 4 * stage["parameters"])
+    (one,) = found["crossings"]
     batch, length = models.gpt().args[0].shape
     width = one["shape"][-1]
     assert one["shape"] == [batch, length, width]

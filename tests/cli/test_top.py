@@ -71,6 +71,9 @@ def test_progress_is_that_of_the_last_steps() -> None:
     assert found.left_seconds == pytest.approx(91 * 0.25)
     assert str(found) == "step 9 of 100, loss 0.1250, 256 samples/s, 22.8 s left"
     assert found.format(over=True) == "step 9 of 100, loss 0.1250, 256 samples/s"
+    smaller = Progress.of([*steps[:-1], replace(steps[-1], rows=10)])
+    assert smaller is not None
+    assert smaller.rows_per_second == 256, "the last batch of an epoch is often smaller"
     assert Progress.of([]) is None
     assert str(Progress.of(steps[:1])) == "step 1, loss 1.0000"
     said = [short_duration(seconds) for seconds in (0, 0.0394, 2.5, 99.6, 600, 12_000, 360_000)]

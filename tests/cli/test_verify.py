@@ -333,6 +333,15 @@ def test_replicas_take_equal_parts_of_the_batch(ranks3: Ranks, monkeypatch: pyte
     assert "the batch of 11 samples has no 3 equal parts" in odd.stderr
 
 
+def test_balance_is_what_the_stages_share() -> None:
+    def cut(balance: str) -> list[int]:
+        report = json.loads(verify("cases.py:uneven", "--json", "--microbatches", "2", "--balance", balance).stdout)
+        return [row["stages"][0] for row in report["rows"] if row["kind"] == "gradient"]
+
+    assert cut("layers") == [0, 0, 0, 0, 1, 1, 1, 1]
+    assert cut("parameters") == [0, 0, 1, 1, 1, 1, 1, 1]
+
+
 def test_all_schedules_are_a_line_each(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("gpipe", "zb-h1", "chimera")  # the last does not take three ranks
     monkeypatch.setattr(_schedule_options, "schedule_specs", lambda: [schedule_spec(name) for name in names])

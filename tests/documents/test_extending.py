@@ -153,6 +153,7 @@ def test_its_files_and_functions_exist() -> None:
     text = PAGE.read_text(encoding="utf-8")
     files = {path for path in re.findall(r"[\w/]+\.py", text) if "/" in path}
     assert len(files) > 12
+    assert not [path for path in files if not any((base / path).exists() for base in (SOURCE, ROOT))]
     code = "".join((SOURCE / path).read_text() for path in files if (SOURCE / path).exists())
     named = re.findall(r"`(Pipeline|Steps|Engine|BoundStage|BoundSchedules|Agreement)\.(\w+)`", text)
     assert {kind for kind, _ in named} == {"Pipeline", "Steps", "Engine", "BoundStage", "BoundSchedules", "Agreement"}

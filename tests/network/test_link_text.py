@@ -118,6 +118,7 @@ def test_values_with_which_nothing_would_pass_are_refused(text: str, said: str) 
         ("delay 5ms 1ms distribution normal", Impairment(5e-3, 1e-3, distribution="normal")),
         ("loss 0.1%", Impairment(loss=Chance(0.001))),
         ("loss random 1% 50%", Impairment(loss=Chance(0.01, 0.5))),
+        ("loss gemodel 1%", Impairment(loss=Bursts(0.01, 0.99))),
         ("loss gemodel 1% 10%", Impairment(loss=Bursts(0.01, 0.1))),
         ("loss gemodel 1% 10% 70% 0.1%", Impairment(loss=Bursts(0.01, 0.1, 0.7, 0.001))),
         ("duplicate 2% corrupt 3% 10%", Impairment(duplicate=Chance(0.02), corrupt=Chance(0.03, 0.1))),

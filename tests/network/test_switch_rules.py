@@ -9,8 +9,9 @@ import contextlib
 import os
 import socket
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -184,22 +185,46 @@ def test_neighbors_are_in_the_queue_and_nobody_gets_what_is_sent_to_a_host_that_
     assert [one["up"]["host_gone"] for one in counters(network.t)["links"]] == [1, 1, 0]
 
 
-def test_each_frame_has_the_fate_that_was_drawn_for_it() -> None:
-    link = "up 1gbit delay 5ms jitter 2ms distribution pareto loss 10% duplicate 10% corrupt 20% reorder 20% down 1gbit"
-    network, last, free, leaving, expected = Compiled(_topology(link)), 0, 0, [], []
-    drawn = FrameFates(parse_link(link).impairment, 1, 0).next(500)
-    for number, (fate, delay, bit) in enumerate(zip(drawn.fate, drawn.delay_ns, drawn.bit, strict=True)):
-        leaves = MS * number if fate & REORDER else max(MS * number + int(delay), last)
-        wrong = (14 * 8 + int(bit) % (8 * 86),) if fate & CORRUPT else ()
-        leaving += [(leaves, number, wrong)] * (0 if fate & LOST else 2 if fate & DUPLICATE else 1)
-        last = last if fate & (LOST | REORDER) else leaves
-    for leaves, number, wrong in sorted(leaving, key=lambda one: one[0]):
-        free = max(free, leaves) + 800
-        expected.append(Taken(free, number, 1, wrong))
-    assert network.play([Given(MS * number, 0, 1, 100) for number in range(500)]) == expected
-    told = counters(network.t)["links"][0]["up"]
-    for name, kind in (("lost", LOST), ("corrupted", CORRUPT), ("duplicated", DUPLICATE), ("reordered", REORDER)):
-        assert told[name] == sum(bool(fate & kind) for fate in drawn.fate if kind == LOST or not fate & LOST)
+def _through(frames: Sequence[Taken], text: str, stream: int, told: Counter[str]) -> list[Taken]:
+    """Frames after the fates that a link draws for them, counted in `told`."""
+    link, last, left = parse_link(f"1gbit {text}"), 0, []
+    drawn = FrameFates(link.impairment, 1, stream).next(len(frames))
+    for frame, fate, delay, bit in zip(frames, drawn.fate, drawn.delay_ns, drawn.bit, strict=True):
+        for name, kind in (("corrupted", CORRUPT), ("duplicated", DUPLICATE), ("reordered", REORDER), ("lost", LOST)):
+            told[name] += bool(fate & kind and (kind == LOST or not fate & LOST))
+        if fate & LOST:
+            continue
+        wrong = {14 * 8 + int(bit) % (8 * 86)} if fate & CORRUPT else set()
+        leaves = frame.at
+        if not fate & REORDER:
+            leaves += int(delay)
+            last = leaves = leaves if link.impairment.overtaking else max(leaves, last)
+        left += [replace(frame, at=leaves, wrong=(*sorted({*frame.wrong} ^ wrong),))] * (2 if fate & DUPLICATE else 1)
+    return sorted(left, key=lambda frame: frame.at)
+
+
+BAD = "delay 5ms jitter 2ms distribution pareto loss 10% duplicate 10% corrupt 20% reorder 20%"
+FREE, WAYS = f"{BAD} overtaking", ("up", "down", "both", "both overtaking")
+
+
+@pytest.mark.parametrize("between_ns", [MS, 1000])
+@pytest.mark.parametrize(("up", "down"), [(BAD, ""), ("", BAD), (BAD, BAD), (FREE, FREE)], ids=WAYS)
+def test_each_frame_has_the_fates_that_were_drawn_for_it(up: str, down: str, between_ns: int) -> None:
+    """In order, unless it is reordered or the link lets frames overtake each other."""
+    network = Compiled(_topology(f"up 1gbit {up} down 1gbit limit 1mb {down}"))
+    told_up, told_down = Counter[str](), Counter[str]()
+    frames, free = [Taken(between_ns * number, number, 1) for number in range(500)], 0
+    if up:
+        frames = _through(frames, up, 0, told_up)
+    for place, frame in enumerate(frames):
+        free = max(free, frame.at) + 800
+        frames[place] = replace(frame, at=free)
+    if down:
+        frames = _through(frames, down, HOSTS + 1, told_down)
+    assert network.play([Given(between_ns * number, 0, 1, 100) for number in range(500)]) == frames
+    links = counters(network.t)["links"]
+    for counted, expected in ((links[0]["up"], told_up), (links[1]["down"], told_down)):
+        assert expected.items() <= counted.items()
 
 
 def test_other_links_from_now_on_leave_frames_under_way_as_they_are() -> None:
@@ -270,7 +295,8 @@ def three() -> Iterator[Wires]:
         yield wires
 
 
-def test_a_frame_to_all_gets_to_all_others(three: Wires) -> None:
+def test_a_frame_to_all_gets_to_all_others_and_one_of_nothing_but_a_header_to_nobody(three: Wires) -> None:
+    three._hosts[0].send(bytes(5) + b"\x02" + bytes(8))
     three.send(1, 255, 0)
     three.pass_on(lambda: three.t.state[columns.READS] >= 1 and three.is_idle())
     assert [_numbers(three.came(host)) for host in range(HOSTS)] == [[0], [], [0]]
@@ -341,6 +367,7 @@ def test_what_stays_the_same_is_not_drawn_anew(monkeypatch: pytest.MonkeyPatch) 
     pairs = [socket.socketpair(type=socket.SOCK_DGRAM) for _ in range(3)]
     ours = iter(pairs)
     monkeypatch.setattr(serve, "open_tap", lambda interface, name: next(ours)[0].fileno())
+    monkeypatch.setattr(serve, "open_counters", lambda name: -1)
     topology = Topology(parse_link("100mbit delay 1ms"), seed=7)
     served = serve.SwitchServer(Setup(("a", "b", "c"), "eth0", State(topology, background=("1mbit",))))
     decided, background = served._decisions, served._background

@@ -8,6 +8,9 @@ wrong switch is wrong in all. benchmarks/switch/truth.py has the figures of an i
 from __future__ import annotations
 
 import math
+import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TypeVar
@@ -155,3 +158,19 @@ def test_what_arrives_of_twice_the_rate_is_the_rate() -> None:
             assert 0.85 * asked < found < 1.03 * asked  # a crowded machine may lose time, but never makes any
 
     _holds_once(measure, check)
+
+
+def test_frames_that_are_not_read_in_time_are_told() -> None:
+    with _network(2, "400mbit") as machines:
+        assert machines._switch is not None
+        switch = machines._switch._process.pid
+        os.kill(switch, signal.SIGSTOP)
+        try:
+            wire.send(machines, [Flow(0, 1, 40_000, 0, 200)])  # in 160 ms at this rate; a device keeps 10,000
+            time.sleep(0.3)
+        finally:
+            os.kill(switch, signal.SIGCONT)
+        told = machines.counters()
+    assert told["unread"][0] > 10_000
+    assert told["unread"][1] == 0
+    assert told["links"][0]["up"]["frames"] + told["unread"][0] <= 40_000

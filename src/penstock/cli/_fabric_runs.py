@@ -13,7 +13,6 @@ from rich.text import Text
 
 from penstock._base.errors import ArgumentError
 from penstock._base.files import write_json
-from penstock._base.formatting import format_bytes
 from penstock.cli._options import JSON, REQUIRED, RUN, argument, integers, option, print_json, screen
 from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.views import nccl
@@ -234,6 +233,13 @@ def _show_size(size: int, rows: Sequence[dict[str, Any]], console: Console) -> N
 
 
 def _ranges(changes: Sequence[dict[str, Any]]) -> str:
-    """Describe the fastest algorithms by size, as "ring to 3.2 kB, then tree"."""
-    ends = [f" to {format_bytes(change['bytes'])}" for change in changes[1:]]
+    """Describe the fastest algorithms by size, as "ring to 3.2 KiB, then tree"."""
+    ends = [f" to {_about(change['bytes'])}" for change in changes[1:]]
     return ", then ".join(change["algorithm"] + end for change, end in zip(changes, [*ends, ""], strict=True))
+
+
+def _about(size: float) -> str:
+    for unit, factor in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size >= factor:
+            return f"{size / factor:,.3g} {unit}"
+    return f"{size:.3g} B"

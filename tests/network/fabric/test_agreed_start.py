@@ -5,18 +5,21 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections import defaultdict, deque
 from collections.abc import Iterator
 from typing import Any
 
 import fabric_jobs as jobs
 import numpy as np
 import pytest
+import torch
+from torch import Tensor
 
 from penstock._base.errors import FabricError
 from penstock.network.fabric.emulation import trials as signals
 from penstock.network.fabric.emulation.rendezvous import Members
 from penstock.network.fabric.emulation.spec import Spec
-from penstock.network.fabric.emulation.trials import StartBoard
+from penstock.network.fabric.emulation.trials import Signals, StartBoard
 from penstock.network.fabric.workload import Workload, mlp
 from scaffolding.ranks import Ranks
 
@@ -82,6 +85,56 @@ def test_hosts_that_take_no_part_are_no_end_of_a_run(ranks3: Ranks) -> None:
     assert (stamps[:, :2] > 0).all()
     assert (stamps[:, 2] == -1).all()
     assert {row[2] for row in rows} == {0, 1}
+
+
+MS = 1_000_000
+AHEAD_NS = (0, 90_000 * MS, -40_000 * MS)
+"""By how much each host's clock is ahead of the true time."""
+
+
+class Network:
+    """Stands for `torch.distributed` and `time`, of the host whose turn it is. A message takes 5 to 7 ms; one in
+    fifty is lost and takes 200 ms more."""
+
+    def __init__(self) -> None:
+        self.host = 0
+        self.now_ns = [0] * len(AHEAD_NS)  # the true time
+        self._messages = 0
+        self._under_way: dict[tuple[int, int], deque[tuple[int, Tensor]]] = defaultdict(deque)
+
+    def monotonic_ns(self) -> int:
+        return self.now_ns[self.host] + AHEAD_NS[self.host]
+
+    def send(self, tensor: Tensor, to: int, group: object = None) -> None:
+        self._messages += 1
+        took = (5 + to + 200 * (self._messages % 50 == 0)) * MS
+        self._under_way[self.host, to].append((self.now_ns[self.host] + took, tensor.clone()))
+
+    def recv(self, tensor: Tensor, source: int, group: object = None) -> None:
+        came, sent = self._under_way[source, self.host].popleft()
+        tensor.copy_(sent)
+        self.now_ns[self.host] = max(self.now_ns[self.host], came)
+
+    isend, irecv = send, recv  # what is received was sent before, as one host takes its turn after the other
+
+
+def test_announcements_that_are_lost_delay_a_start_but_no_later_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    network, hosts = Network(), range(len(AHEAD_NS))
+    monkeypatch.setattr(signals, "dist", network)
+    monkeypatch.setattr(signals, "time", network)
+    sides = [Signals(Members(host, len(hosts), None, None)) for host in hosts]
+    starts_ns = np.zeros((300, len(hosts)), np.int64)
+    for trial in starts_ns:
+        for network.host in hosts:
+            due_ns = sides[network.host].next(0, -AHEAD_NS[network.host]).due_ns - AHEAD_NS[network.host]
+            network.now_ns[network.host] = trial[network.host] = max(due_ns, network.now_ns[network.host])
+        network.now_ns = [int(trial.max())] * len(hosts)
+        for network.host in reversed(hosts):  # host 0 hears all others
+            sides[network.host].report(torch.zeros(1, 2, dtype=torch.int64))
+    apart_ns = np.ptp(starts_ns, axis=1)[1:]  # before the first nobody knows how long an announcement takes
+    assert np.quantile(apart_ns, 0.9) == 0
+    assert apart_ns.max() > 100 * MS, "or nothing was lost"
+    assert np.median(np.diff(starts_ns.max(1))) < 15 * MS, "there and back, and no more"
 
 
 @pytest.mark.distributed

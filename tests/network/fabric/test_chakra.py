@@ -114,6 +114,12 @@ def test_each_rank_has_its_own_part_in_order(tmp_path):
     roots = [[node.attributes["root"] for node in nodes if "root" in node.attributes] for nodes in by_rank]
     assert roots == [[3]] * 4, "the first of a transfer's ranks"
     assert by_rank[2][0].duration_micros == 1, "of a quarter: with none, it would not be there"
+    ends = [
+        [(node.type, *(node.attributes[f"comm_{key}"] for key in ("tag", "src", "dst", "size"))) for node in nodes[1:3]]
+        for nodes in by_rank[:2]
+    ]
+    send, receive = chakra.COMM_SEND_NODE, chakra.COMM_RECV_NODE
+    assert ends == [[(send, 0, 0, 1, 640), (receive, 1, 1, 0, 640)], [(receive, 0, 0, 1, 640), (send, 1, 1, 0, 640)]]
 
 
 def test_the_bytes_are_those_of_the_schema(tmp_path):

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import get_args
 
 import fabric_jobs as jobs
 import numpy as np
@@ -21,11 +22,13 @@ from cli.command_line import as_json
 from network.makers import wait_until
 from penstock._base.errors import ArgumentError, FabricError
 from penstock._base.files import validate
+from penstock.network.fabric.algorithms import algorithms
 from penstock.network.fabric.emulation import rendezvous
 from penstock.network.fabric.emulation.coordinate import emulate
 from penstock.network.fabric.emulation.rendezvous import Members, explain_failure, first_line, join
 from penstock.network.fabric.emulation.spec import Spec, default_algorithm
 from penstock.network.fabric.samples import HEAD, RUN, SAMPLES, STEPS, STEPS_HEAD, Run
+from penstock.network.fabric.steps import Collective
 from penstock.network.fabric.workload import Transfer, Workload
 from scaffolding.ranks import Ranks
 
@@ -202,6 +205,13 @@ def test_what_gloo_says_is_one_line_without_its_source() -> None:
     error = RuntimeError(f"{said}. This is typically caused by a remote worker hanging.\nmore")
     assert first_line(error) == "Read error [127.0.0.1]:6352: Connection reset by peer"
     assert first_line(RuntimeError("[rank1] is gone")) == "[rank1] is gone"
+
+
+@pytest.mark.parametrize("collective", get_args(Collective))
+def test_every_collective_has_a_usual_algorithm_for_any_hosts(collective: Collective) -> None:
+    workload = Workload.from_sizes([4, 64], collective)
+    spec = Spec(workload, 5, algorithm=default_algorithm(workload))
+    assert [spec.algorithm_for(place) for place in range(2)] == [algorithms(collective)[0]] * 2
 
 
 def test_the_usual_algorithm_of_a_mixture_is_the_ring_for_those_that_have_one() -> None:

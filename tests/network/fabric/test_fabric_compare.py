@@ -19,8 +19,10 @@ from penstock.network.fabric.compare import (
     Samples,
     compare,
     holm,
+    kolmogorov_smirnov,
     mann_whitney,
     shift,
+    tails,
 )
 from penstock.network.fabric.samples import Run
 from penstock.network.fabric.workload import Transfer
@@ -37,6 +39,17 @@ def test_mann_whitney_is_scipys(a: Samples, b: Samples) -> None:
         return
     other = scipy.stats.mannwhitneyu(a, b, method="asymptotic")
     assert found == pytest.approx(other.pvalue, rel=1e-9, abs=1e-15)
+
+
+@pytest.mark.parametrize(("seed", "moved"), [(0, 0.0), (1, 0.3), (2, 0.6)])
+def test_kolmogorov_smirnov_and_tails_are_scipys(seed: int, moved: float) -> None:
+    draw = np.random.default_rng(seed)
+    a, b = draw.normal(0, 1, 180), draw.normal(moved, 1, 220)
+    exact = scipy.stats.ks_2samp(a, b, method="exact").pvalue
+    assert kolmogorov_smirnov(a, b) == pytest.approx(exact, rel=0.25, abs=0.03)
+    a[: 20 * seed : 20], b[:140:20] = 10, 10  # the slow ones, none of which follows another
+    fisher = scipy.stats.fisher_exact([[seed, 7], [180 - seed, 213]]).pvalue
+    assert tails(a, b, 1 - (seed + 7 - 0.5) / 399) == pytest.approx(fisher), "above a threshold just below them"
 
 
 @given(some, some)

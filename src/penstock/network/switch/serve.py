@@ -25,7 +25,7 @@ from penstock.network.switch import columns, loop
 from penstock.network.switch.client import Setup
 from penstock.network.switch.columns import Tables
 from penstock.network.switch.filling import STALL, DecisionBuffer, counters, create_tables, stalls
-from penstock.network.switch.tap import open_tap
+from penstock.network.switch.tap import count_unread, open_counters, open_tap
 from penstock.network.topology import State
 
 TURN_SECONDS = 0.02
@@ -62,6 +62,7 @@ class SwitchServer:
     def __init__(self, setup: Setup) -> None:
         topology = setup.state.topology
         descriptors = [open_tap(setup.interface, Path(name)) for name in setup.namespaces]
+        self._counters, self._interface = [open_counters(Path(name)) for name in setup.namespaces], setup.interface
         self._epoch = 0
         self._ended_stalls: list[dict[str, Any]] = []
         """Past stalls of links that have changed since."""
@@ -94,7 +95,7 @@ class SwitchServer:
         """Return the counters."""
         values = counters(self.tables)
         values["stalls"] += self._ended_stalls
-        return values
+        return values | {"unread": [count_unread(counters, self._interface) for counters in self._counters]}
 
     def forward(self) -> None:
         """Forward frames for a while."""

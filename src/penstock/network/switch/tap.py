@@ -11,6 +11,7 @@ from pathlib import Path
 from penstock.network.namespaces import within
 
 DEVICE = Path("/dev/net/tun")
+_DROPPED_OUT = 11  # a column of /proc/net/dev
 
 _TUNSETIFF = 0x400454CA
 _TAP, _WITHOUT_HEADER = 0x0002, 0x1000
@@ -38,3 +39,14 @@ def open_tap(name: str, namespace: Path | None) -> int:
         return descriptor
 
     return create() if namespace is None else within(namespace, create)
+
+
+def open_counters(namespace: Path) -> int:
+    """Return a descriptor of the counters of a namespace's devices, for `count_unread`."""
+    return within(namespace, lambda: os.open("/proc/thread-self/net/dev", os.O_RDONLY | os.O_CLOEXEC))
+
+
+def count_unread(counters: int, name: str) -> int:
+    """Return how many frames a device has dropped because they were not read in time; 0 if there is no such device."""
+    values = os.pread(counters, 1 << 16, 0).decode().partition(f"{name}:")[2].split()
+    return int(values[_DROPPED_OUT]) if values else 0

@@ -102,8 +102,8 @@ Watch = Callable[[int], object]
 
 
 def planned_traffic(spec: Spec, grouped: Iterable[Group]) -> dict[str, Any]:
-    """Return a row per group, and the totals. `times` counts all iterations of all transfers in the group;
-    `port_bytes` pass the busiest port, out or in."""
+    """Return a row per group, and the totals. `times` counts all iterations of all transfers in the group; for
+    `sent_bytes` and `port_bytes` see `_busiest`."""
     rows = []
     for group in grouped:
         first = spec.workload.transfers[group.indices[0]]
@@ -117,26 +117,27 @@ def planned_traffic(spec: Spec, grouped: Iterable[Group]) -> dict[str, Any]:
                 "shares": list(first.shares),
                 "bytes": first.bytes,
                 "times": len(group.indices) * spec.iterations,
-                "port_bytes": _busiest(spec, group.indices),
+                **_busiest(spec, group.indices),
             }
         )
     about = {"version": 1, "workload": spec.workload.name, "hosts": spec.hosts, "iterations": spec.iterations}
-    return {**about, "transfers": rows, "port_bytes": _busiest(spec, range(len(spec.workload.transfers)))}
+    return {**about, "transfers": rows, **_busiest(spec, range(len(spec.workload.transfers)))}
 
 
-def _busiest(spec: Spec, indices: Iterable[int]) -> int | None:
-    """Return the bytes that pass the busiest port; None for the engine: unknown."""
+def _busiest(spec: Spec, indices: Iterable[int]) -> dict[str, int | None]:
+    """Return the bytes that the busiest host sends and that pass the busiest port; None for the engine: unknown."""
     passed: Counter[tuple[int, bool]] = Counter()
     for index in indices:
         transfer, algorithm = spec.workload.transfers[index], spec.algorithm_for(index)
         if algorithm == ENGINE:
-            return None
+            return {"sent_bytes": None, "port_bytes": None}
         ranks = transfer.members(spec.hosts)
         steps, slots = _steps(transfer.collective, algorithm, len(ranks), transfer.shares)
         size = steps.slot_bytes(transfer.bytes, spec.workload.element_bytes) * spec.iterations
         for (rank, leaves), count in slots.items():
             passed[ranks[rank], leaves] += count * size
-    return max(passed.values(), default=0)
+    sent = (size for (_, leaves), size in passed.items() if leaves)
+    return {"sent_bytes": max(sent, default=0), "port_bytes": max(passed.values(), default=0)}
 
 
 @cache
