@@ -114,6 +114,13 @@ def test_ranks_get_one_profile_with_their_links(ranks2: Ranks) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.long  # two ranks show the rest; three have pairs in which one takes no part
+def test_three_ranks_measure_a_ring(ranks3: Ranks) -> None:
+    found = Profile.from_dict(json.loads(ranks3.run(profiled)[2]))
+    assert [(one.source, one.target) for one in found.links] == [(0, 1), (1, 0), (1, 2), (2, 1), (2, 0), (0, 2)]
+
+
+@pytest.mark.distributed
 def test_a_model_that_cannot_be_measured_is_refused_on_all_ranks(ranks2: Ranks) -> None:
     first, other = ranks2.run(refused)
     assert "its weights are on the meta device" in first

@@ -581,8 +581,11 @@ def test_printed_it_shows_its_stages() -> None:
 
 
 def test_bad_closed_pipeline() -> None:
-    with made(microbatches=3) as pipe:
+    model = nn.Sequential(*mlp(), nn.Dropout(0.5))
+    with made(model=model, microbatches=3) as pipe:
         pipe.step(X, target=Y)
+        assert model[-1]._forward_pre_hooks
+    assert not model[-1]._forward_pre_hooks
     for call in (pipe.step, pipe.evaluate):
         with pytest.raises(RuntimeError, match="this pipeline was closed; make a new one"):
             call(X, target=Y)

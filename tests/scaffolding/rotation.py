@@ -58,6 +58,7 @@ CPU_SECONDS = {
     "tests/runtime/test_precision.py": 10,
     "tests/network/fabric/test_fabric_statistics.py": 5,
     "tests/partition/record/test_op_work.py": 5,
+    "tests/pipe/test_links.py": 5,
     "tests/runtime/execute/test_local_run.py": 5,
     "tests/runtime/features/test_compile.py": 20,
     "tests/test_peft.py": 25,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from penstock import ArgumentError, Microbatch, Microbatches, Pipeline, pipeline
+from penstock import ArgumentError, Microbatch, Microbatches, Pipeline, pipeline, verify
 from scaffolding.models import squared_error
 
 WIDTH, ROWS = 4, 6
@@ -62,6 +62,8 @@ def test_an_input_that_is_the_target_too() -> None:
         assert all(parameter.grad is None for parameter in pipe.parameters())
         pipe.predict(x)
         pipe.step(x, target=x.clone())
+    with pytest.raises(ArgumentError, match=TARGET + r".*x\.clone\(\)"):
+        verify(Model, (x,), target=x, loss_fn=squared_error, ranks=2, microbatches=2)
 
 
 def test_two_inputs_in_the_same_memory() -> None:

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from penstock._base.errors import ArgumentError
-from penstock.runtime.batch.cut import Cutting, Microbatch, cut_along_dims, cut_by_sizes
+from penstock._base.pytree import flatten
+from penstock.runtime.batch.cut import Cutting, Microbatch, cut_along_dims, cut_by_sizes, input_signature
 from penstock.runtime.batch.example import rotate
 from penstock.runtime.batch.outline import Outline
 from penstock.runtime.exact.rules import CACHE_LINE_BYTES
@@ -47,6 +48,13 @@ def test_each_microbatch_has_memory_of_its_own_with_the_strides_of_the_batch(nam
         assert batch.untyped_storage().data_ptr() not in addresses
         assert len(addresses) == 3
     assert torch.equal(batch, original)
+
+
+def test_plain_values_of_other_types_or_values_are_kinds_of_their_own() -> None:
+    beside = [1, 1.0, True, 2, None, "1"]
+    signatures = [input_signature(flatten((torch.zeros(4, 6), value))) for value in beside]
+    assert len(set(signatures)) == len(beside)
+    assert input_signature(flatten((torch.ones(4, 6), 1))) == signatures[0]
 
 
 # -- what travels to other ranks of a batch of a new kind: its shape, and the values of integers alone -----------------

@@ -91,6 +91,26 @@ def test_each_draw_is_what_its_stream_says_and_the_generators_are_left_alone() -
         assert torch.equal(output, expected)
 
 
+def test_a_number_that_reaches_a_block_is_refused() -> None:
+    class Rated(nn.Linear):
+        rate = 1.0
+
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x) * self.rate if self.rate > 0.5 else x
+
+    class Rates(Layers):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                layer.rate = random.random()
+                x = layer(x)
+            return x
+
+    model = Rates(7, 0)
+    model.layers.extend(Rated(7, 7) for _ in range(4))
+    with pytest.raises(PartitionError, match="a random number"):
+        pipeline(model, (torch.ones(4, 7),), ranks=2, microbatches=2, loss=squared_error)
+
+
 def mixed_up(output: Tensor, target: Tensor) -> Tensor:
     share, order = random.random() * torch.rand(()), torch.from_numpy(np.random.permutation(len(target)))
     return share * squared_error(output, target) + (1 - share) * squared_error(output, target[order])

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import penstock
+from penstock.pipe.optimizing import clip
 from penstock.schedule import from_csv
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 
@@ -73,3 +74,14 @@ def test_the_order_would_show() -> None:
     for name, ascending in sums[0].items():
         for order, other in zip(ORDERS, sums, strict=True):  # the first two terms may change places
             assert torch.equal(ascending, other[name]) == (order[-1] == MICROBATCHES - 1), (name, order)
+
+
+def test_norms_are_added_in_the_models_order_whichever_rank_has_them() -> None:
+    def of_two_ranks(norms: dict[str, Tensor]) -> list[dict[str, Tensor]]:
+        return [{name: norms[name] for name in [*norms][rank::2]} for rank in range(2)]
+
+    for seed in range(50):  # not each sum shows its order
+        torch.manual_seed(seed)
+        grads = {str(n): torch.randn(9) for n in range(500)}
+        one, two = (clip(grads, [*grads], gather, max_norm=1e9) for gather in (lambda norms: [norms], of_two_ranks))
+        assert torch.equal(one, two)

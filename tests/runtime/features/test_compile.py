@@ -17,8 +17,9 @@ from torch.utils.checkpoint import checkpoint
 import penstock
 from penstock._base.errors import ArgumentError
 from penstock.runtime.features.compiled import compile_notes
+from scaffolding.by_hand import assert_steps_by_hand
 from scaffolding.models import CASES, Case, Forward, Layers, gpt
-from scaffolding.proofs import proven
+from scaffolding.proofs import after_each_step, proven
 from scaffolding.small import batch, mlp
 
 # torch's compiler hides this warning of its own, but not from a filter that makes errors of warnings.
@@ -259,12 +260,14 @@ def test_masks_of_the_compilers_own_are_told(compile: Any, expected: bool) -> No
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # importing inductor uses what torch deprecates
 @pytest.mark.skipif(shutil.which("c++") is None, reason="inductor needs a C++ compiler")
-def test_inductor_is_close_and_draws_the_same_masks() -> None:
-    case = gpt(0.2)
+def test_inductor_is_close_draws_the_same_masks_and_leaves_most_to_w(monkeypatch: pytest.MonkeyPatch) -> None:
+    shares, case = list[dict[int, float]](), gpt(0.2)
+    after_each_step(monkeypatch, lambda pipe: shares.append(pipe.deferred_weight_grad_fraction))
     options = {"microbatches": 2, "ranks": 2, "schedule": "zb-h1", "compile": True}
     report = penstock.verify(case.model, case.args, target=case.target, loss_fn=case.loss, **options).raise_if_failed()
     assert not report.exact  # other masks would differ by far more than rounding
     assert all(row.max_difference <= 1e-4 * row.max_reference for row in report.rows if row.verdict == "close")
+    assert any(len(share) == 2 and min(share.values()) > 0.8 for share in shares), shares
 
 
 # -- what a forward keeps for its backward, beside compiled code -------------------------------------------------------
@@ -286,3 +289,17 @@ def test_averages_that_a_checkpoint_would_update_once_more_are_refused() -> None
     options: dict[str, Any] = {"loss_fn": F.mse_loss, "ranks": 2, "microbatches": 2}
     with pytest.raises(penstock.PartitionError, match=r"compile=: stage 0 updates buffer 'blocks\.0\.1\.running_mean'"):
         penstock.pipeline(Checkpoints(), (x,), compile=SAME_BITS, **options)
+
+
+def test_hooks_that_come_and_go_between_steps_have_their_effect() -> None:
+    models, data = (mlp(), mlp()), [batch(6)]
+    options: dict[str, Any] = {"ranks": 2, "microbatches": 3, "schedule": "zb-h1", "compile": SAME_BITS}
+    with penstock.pipeline(models[0], data[0][:1], loss=F.mse_loss, **options) as pipe:
+        assert_steps_by_hand(pipe, models[1], data, F.mse_loss, 3)
+        tripled = [model[0].register_forward_hook(lambda module, args, result: result * 3) for model in models]
+        for model in models:
+            model[4].register_full_backward_hook(lambda module, into, out: (into[0] * 0.5,))
+        assert_steps_by_hand(pipe, models[1], data, F.mse_loss, 3)
+        for hook in tripled:
+            hook.remove()
+        assert_steps_by_hand(pipe, models[1], data, F.mse_loss, 3)

@@ -108,6 +108,11 @@ class Positions(nn.Module):
         return self.linear(x + self.table)
 
 
+def test_a_cache_of_constants_may_be_replaced() -> None:
+    torch.manual_seed(0)
+    proven(nn.Sequential(*(Positions() for _ in range(4))), X, TARGET, ranks=2, schedule="gpipe", microbatches=4)
+
+
 def frozen_beginning() -> nn.Sequential:
     model = nn.Sequential(nn.Linear(6, 6), *(RunsAgain() for _ in range(3)))
     model[:2].requires_grad_(False)

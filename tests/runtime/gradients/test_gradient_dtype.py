@@ -158,6 +158,19 @@ def with_float32_moments(optimizer: torch.optim.Optimizer) -> torch.optim.Optimi
     return optimizer
 
 
+def test_torchs_other_optimizers_take_these_gradients_and_adam_says_that_it_does_not() -> None:
+    with pipeline() as pipe:
+        x, y = batch()
+        pipe.step(x, target=y)
+        matrices = [p for p in pipe.parameters() if p.dim() == 2 and p.grad is not None]
+        for name in ("SGD", "Adagrad", "RMSprop", "Adafactor", "Muon"):
+            before = [p.clone() for p in matrices]
+            getattr(torch.optim, name)(matrices, lr=0.1).step()
+            assert not any(map(torch.equal, before, matrices)), name
+        with pytest.raises(RuntimeError, match="expected dtype"):
+            torch.optim.AdamW(pipe.parameters()).step()
+
+
 def test_a_sparse_gradient_is_in_float32_too() -> None:
     model = nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Linear(4, 4), nn.Linear(4, 9)).bfloat16()
     ids = torch.arange(8) % 5

@@ -15,6 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import penstock
+from penstock._base.errors import ArgumentError
+from penstock.runtime.loss.loss import model_loss
 from scaffolding.small import WIDTH, batch, mlp
 
 WEIGHT = torch.linspace(1, 3, WIDTH)
@@ -168,3 +170,25 @@ def test_maps_of_labels_name_the_class_that_is_ignored() -> None:
     options: dict[str, Any] = {"ranks": 2, "microbatches": 3, "reduction": lambda target: (target != 255).sum()}
     with penstock.pipeline(Own(*mlp()), (), inputs, **options) as pipe:
         torch.testing.assert_close(pipe.step(**inputs).loss, whole)
+
+
+# -- what has no mean, and what is no loss -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("values", [[0.0, 0.0], [1.0, -1.0], [float("nan"), 1.0]])
+def test_weights_that_are_none(values: list[float]) -> None:
+    x, y = batch(2)
+    weights = iter(values)
+    with (
+        penstock.pipeline(mlp(), (x,), microbatches=2, loss=F.mse_loss, reduction=lambda _: next(weights)) as pipe,
+        pytest.raises(ArgumentError, match=r"reduction: the weights .*expected non-negative"),
+    ):
+        pipe.step(x, target=y)
+
+
+@pytest.mark.parametrize(
+    "output", [torch.zeros(2), torch.tensor(3), {"logits": torch.tensor(1.5)}, (torch.tensor(1.5),)]
+)
+def test_what_is_not_a_models_own_loss(output: Any) -> None:
+    """More than a number, a count, another entry, and a scalar that requires no gradient."""
+    assert model_loss(output) is None

@@ -106,11 +106,11 @@ def test_offloaded_graphs_that_are_compiled_while_gradients_of_another_dtype_are
     torch.manual_seed(0)
     blocks = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(3))).bfloat16()
     options: dict[str, Any] = {"schedule": SPLIT, "compile": {"backend": "eager"}, "grad_dtype": torch.float32}
+    batches = [torch.randn(8, length, WIDTH).bfloat16() for length in (3, 3, 5)]
     found = []
     for offload in (False, True):
         torch.compiler.reset()
         model = copy.deepcopy(blocks)
-        batches = [torch.ones(8, length, WIDTH).bfloat16() for length in (3, 3, 5)]
         with penstock.pipeline(
             model, (batches[0],), ranks=2, microbatches=4, loss=F.mse_loss, offload=offload, **options
         ) as pipe:

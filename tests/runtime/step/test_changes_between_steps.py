@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import penstock
 from penstock._base.errors import ArgumentError
+from penstock.partition.state.settings import Assumptions
 from scaffolding.by_hand import assert_steps_by_hand
 from scaffolding.models import Forward, squared_error
 
@@ -240,6 +241,15 @@ def test_an_empty_place_among_layers_is_no_change() -> None:
         for _ in range(3):
             pipe.step(x, target=y)
         assert len(list(pipe.session.bound_schedules)) == 1
+
+
+def test_objects_that_take_the_place_of_others_in_memory_are_told_apart() -> None:
+    reader, seen = model(), set()
+    assumptions = Assumptions({"": reader})
+    for value in range(20):
+        reader.tensor = torch.tensor(float(value))  # often where the one before it was
+        seen.add(assumptions.read())
+    assert len(seen) == 20
 
 
 class Counting(Block):

@@ -17,11 +17,15 @@ from penstock.schedule import generate
 from scaffolding.branching import WIDTH, Branching, batch_of, cuts, several_kinds
 from scaffolding.by_hand import assert_same_gradients, assert_steps_by_hand
 from scaffolding.models import Forward, squared_error
+from scaffolding.representatives import long_after
 
 MICROBATCHES = 6
 
 
-@pytest.mark.parametrize(("schedule", "chunks"), [("1f1b", 1), ("zb-v", 2), ("chimera", 1)])
+@pytest.mark.parametrize(
+    ("schedule", "chunks"),
+    long_after(3, ("1f1b", 1), ("zb-v", 2), ("chimera", 1), ("interleaved-1f1b", 2), ("dualpipe", 1)),
+)
 def test_each_microbatch_goes_its_way(schedule: str, chunks: int) -> None:
     order = generate(schedule, 2, MICROBATCHES, chunks)
     torch.manual_seed(0)
