@@ -76,6 +76,33 @@ def test_trap_20_a_meta_model_can_be_verified() -> None:
     assert verify(on_meta(GPT), (ids,), target=target, loss_fn=token_error, ranks=3, microbatches=3, exact=True).ok
 
 
+class TwoNames(nn.Module):
+    """A parameter and a buffer, each under two names of one module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = self.same_weight = nn.Parameter(torch.empty(WIDTH, WIDTH))
+        self.register_buffer("scale", torch.empty(WIDTH))
+        self.register_buffer("same_scale", self.scale)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.3)
+        self.scale.fill_(0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ self.weight * self.scale) @ self.same_weight * self.same_scale
+
+
+def test_trap_20_two_names_in_one_module_stay_one_tensor() -> None:
+    x, y = batch()
+    model = on_meta(lambda: nn.Sequential(TwoNames(), nn.Linear(WIDTH, WIDTH), TwoNames()))
+    assert verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=3, exact=True).ok
+    with pipeline(model, (x,), ranks=2, microbatches=3, loss=squared_error):
+        assert model[0].weight is model[0].same_weight
+        assert model[0].scale is model[0].same_scale
+        assert not model[0].weight.is_meta
+
+
 class Table(nn.Module):
     def __init__(self) -> None:
         super().__init__()

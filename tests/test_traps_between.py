@@ -15,7 +15,7 @@ from penstock import ArgumentError, ScheduleError, ShapeError, VerificationError
 from penstock.runtime.transport.routes import LocalChannel
 from penstock.schedule import Action, Op, Placement, Schedule
 from scaffolding.by_hand import assert_same_gradients, sizes_by_hand, step_by_hand
-from scaffolding.models import InPlace, OneLayer, SkipsTwice, squared_error
+from scaffolding.models import Forward, InPlace, OneLayer, SkipsTwice, squared_error
 from scaffolding.proofs import after_each_step, proven
 from scaffolding.small import ROWS, WIDTH, batch, mlp
 
@@ -234,3 +234,13 @@ def test_trap_15_one_missing_gradient_fails(monkeypatch: pytest.MonkeyPatch) -> 
     after_each_step(monkeypatch, lambda pipe: setattr(dict(pipe.named_parameters())["3.bias"], "grad", None))
     report = verify(mlp(), (x,), target=y, loss_fn=squared_error, ranks=3, microbatches=2)
     assert [(row.name, row.verdict) for row in report.failures] == [("3.bias", "missing")]
+
+
+def test_trap_15_a_gradient_that_should_not_be_there_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forward(self: Any, x: Tensor) -> Tensor:
+        return self.layers(x) + 0 * self.spare.detach().sum()
+
+    model, (x, y) = Forward(forward, layers=mlp(2), spare=nn.Parameter(torch.zeros(3))), batch()
+    after_each_step(monkeypatch, lambda pipe: setattr(dict(pipe.named_parameters())["spare"], "grad", torch.zeros(3)))
+    report = verify(model, (x,), target=y, loss_fn=squared_error, ranks=2, microbatches=2)
+    assert [(row.name, row.verdict) for row in report.failures] == [("spare", "unexpected")]

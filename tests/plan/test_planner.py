@@ -74,10 +74,10 @@ def test_inputs_the_loss_and_the_largest_unit_count() -> None:
     assert alone.memory_bytes == ((3 + 5) * MB + 4 * 2 * MB + (9 - 5) * MB,)  # while "a" runs, "b" has kept nothing
 
 
-def _needed(schedule: str, ranks: int, *units: UnitCost) -> tuple[float, ...]:
+def _needed(schedule: str, ranks: int, *units: UnitCost, chunks: int = 1) -> tuple[float, ...]:
     """What a plan of four microbatches says of each rank."""
     sizes = Sizes({1: Profile(units, "cpu", "float32", {"weight": (1,)})})
-    choice, cluster = ParallelConfig(1, ranks, 1, schedule, 4, 1), Cluster(ranks)
+    choice, cluster = ParallelConfig(1, ranks, chunks, schedule, 4, 1), Cluster(ranks)
     return predict(choice, _cut(choice, cluster, sizes)).memory_bytes
 
 
@@ -90,6 +90,15 @@ def test_gradients_come_with_the_first_backward() -> None:
     assert _needed("1f1b", 2, a, b) == (2 * 10 * MB + 6 * MB, 10 * MB + 6 * MB)
     a, b = (replace(unit, weight_gradient_bytes=4 * MB) for unit in (a, b))  # known: W needs less than F has kept
     assert _needed("zb-h1", 2, a, b) == (2 * 10 * MB + 6 * MB, 10 * MB + 4 * MB + 6 * MB)
+
+
+def test_each_stage_of_a_rank_takes_its_own_working_memory() -> None:
+    """Rank 1 holds most when its light stage 3 runs; what heavy stage 1 takes while it runs comes at other times."""
+    light = [UnitCost(name, 1.0, 1.0, 1.0, activation_bytes=9 * MB, working_bytes=MB) for name in "0123"]
+    units = [replace(unit, activation_bytes=MB, working_bytes=5 * MB) if unit.name == "1" else unit for unit in light]
+    row = str(generate("interleaved-1f1b", 2, 4, 2).rows[1])
+    assert row == "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3"
+    assert _needed("interleaved-1f1b", 2, *units, chunks=2)[1] == 2 * MB + 9 * MB + MB
 
 
 CLUSTERS = {

@@ -12,6 +12,14 @@ BY_HAND = {
 rank 0 runs the forward of microbatch 0 on stage 0, on its piece of the batch.
 rank 1 waits: the forward of microbatch 0 on stage 1 needs the forward of microbatch 0 on stage 0, which rank 0 runs in
     this slot.""",
+    ("1f1b", 2): """
+rank 0 waits: the backward of microbatch 0 on stage 0 needs the backward of microbatch 0 on stage 1, which rank 1 runs
+    in this slot.
+rank 1 runs the backward of microbatch 0 on stage 1, from the loss and with what its forward kept in slot 1.""",
+    ("naive", 1): """
+rank 0 waits: the backward of microbatch 0 on stage 0 needs the backward of microbatch 0 on stage 1, which rank 1 runs
+    in slot 2.
+rank 1 runs the forward of microbatch 0 on stage 1, with the output that rank 0 sent at the end of slot 0.""",
     ("1f1b", 3): """
 rank 0 runs the backward of microbatch 0 on stage 0, with what its forward kept in slot 0 and with the gradient that
     rank 1 sent at the end of slot 2.

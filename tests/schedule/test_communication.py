@@ -108,6 +108,15 @@ def test_one_f_one_b_in_full() -> None:
     ]
 
 
+def test_a_receive_comes_one_action_ahead_but_behind_what_its_message_depends_on() -> None:
+    assert [str(row) for row in add_communication(generate("gpipe", 2, 3)).rows] == [
+        "0F0 0SEND_F0 0F1 0SEND_F1 0F2 0SEND_F2 0RECV_B0 0RECV_B1 0B0 0RECV_B2 0B1 0B2",
+        "1RECV_F0 1RECV_F1 1F0 1RECV_F2 1F1 1F2 1B0 1SEND_B0 1B1 1SEND_B1 1B2 1SEND_B2",
+    ]
+    rows = add_communication(generate("1f1b-v", 2, 2)).rows
+    assert str(rows[0]).startswith("0F0 0SEND_F0 3RECV_F0")  # one action ahead, it would come before 0F0
+
+
 def test_which_ranks_send_to_which() -> None:
     assert rank_pairs(add_communication(generate("1f1b", 3, 2))) == [(0, 1), (1, 0), (1, 2), (2, 1)]
     assert rank_pairs(add_communication(forward_only(generate("looped-bfs", 3, 2, 2)))) == [(0, 1), (1, 2), (2, 0)]

@@ -18,7 +18,9 @@ from penstock.schedule import (
     add_sharding,
     check,
     drop_communication,
+    from_csv,
     generate,
+    to_csv,
     truncate_microbatches,
 )
 from penstock.schedule.lowering import GatherPlan, lower_evaluation, lower_training
@@ -106,6 +108,16 @@ def test_placing_them_again_changes_nothing(given: tuple[Schedule, int], message
 def test_rows_by_hand(schedule: str, chunks: int, window: int, row: str) -> None:
     order = generate(schedule, 1, 1, chunks)
     assert str(add_sharding(order, stages_of(order), window).rows[0]) == row
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("interleaved-1f1b", 3), ("dualpipe-v", 2)])
+def test_torchs_file_of_a_windowed_schedule_goes_both_ways(name: str, chunks: int) -> None:
+    order = generate(name, 2, 8, chunks)
+    done = add_sharding(order, stages_of(order), 2)
+    read = from_csv(to_csv(done, "compute_comms"), name)  # with its messages
+    for row, other in zip(done.rows, read.rows, strict=True):
+        assert [a for a in other if a.op in SHARDING or a.op.is_compute] == [*row]
+    assert not any(violation.fatal for violation in check(read))
 
 
 def test_a_window_too_narrow_is_refused() -> None:

@@ -60,14 +60,14 @@ def beside(other: Tensor, difference: float) -> Tensor:
 )
 def test_what_was_added_in_another_order_has_a_tolerance(dtype: torch.dtype, within: float, beyond: float) -> None:
     """Of the tensor's largest finite entry, in whichever entry the difference is."""
-    for scale in (1.0, 1024.0):
-        other = torch.tensor([0.0, 0.5, -1.0, math.nan]).to(dtype) * scale
+    for scale, beside_nan in itertools.product((1.0, 1024.0), (False, True)):
+        other = torch.tensor([0.0, 0.5, -1.0, *[math.nan] * beside_nan]).to(dtype) * scale
         for sign in (1, -1):
             near, far = (beside(other, sign * part * scale) for part in (within, beyond))
             assert verdict(near, other, why=TIED) == "close"
             assert verdict(far, other, why=TIED) == "different"
             assert verdict(near, other) == "different", "nothing was added in another order"
-        for wrong in (torch.zeros_like(other), other * 2):
+        for wrong in (other * 0, other * 2):
             assert verdict(wrong, other, why=TIED) == verdict(other, wrong, why=TIED) == "different"
 
 

@@ -41,6 +41,27 @@ def noise(self: Layers, i: int, x: Tensor) -> Tensor:
     return x + torch.randn_like(x) if self.training else x
 
 
+class Counts(nn.Linear):
+    """Keeps how often it was called."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = getattr(self, "calls", 0) + 1
+        return super().forward(x) * (1 + 0.01 * self.calls)
+
+
+class Cache(nn.Module):
+    """Makes a table when it is first asked for one of its length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.tables = nn.Linear(WIDTH, WIDTH), dict[int, Tensor]()
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) not in self.tables:
+            self.tables[len(x)] = torch.arange(len(x), dtype=x.dtype)[:, None] / len(x)
+        return self.layer(x) + self.tables[len(x)]
+
+
 class Writes(nn.Module):
     """Updates a buffer where autograd does not see it, in evaluations too, and its input in place."""
 
@@ -99,6 +120,8 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: Layers(lambda self, i, x: self.dropout(x)),
     "functional dropout": lambda: Layers(lambda self, i, x: F.dropout(x, 0.2, self.training)),
     "noise": lambda: Layers(noise),
+    "count": lambda: nn.Sequential(Counts(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), *(nn.Tanh() for _ in range(4))),
+    "cache": lambda: nn.Sequential(Cache(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "writes": lambda: nn.Sequential(Writes(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "exchange": lambda: nn.Sequential(Exchanges(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),
     "a buffer's gradient": lambda: nn.Sequential(Requires(), nn.Tanh(), nn.Linear(WIDTH, WIDTH), nn.Tanh()),

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from penstock import ArgumentError, Microbatch, Pipeline, VerificationReport, verify
 from penstock.runtime.exact import rules as exact
 from penstock.verification.comparison import compare
+from penstock.verification.rounding_bounds import RoundingBounds
 from scaffolding.proofs import after_each_step, close
 from scaffolding.small import WIDTH, batch, mlp
 
@@ -105,6 +106,18 @@ def test_terms_of_several_stages_may_cancel(schedule: str) -> None:
     assert bias.max_difference > 1e-6 * bias.max_reference, "or this shows nothing"
     assert bias.max_difference < 1e-6 * bias.max_terms < 1e-6
     assert not rows["encoder.3.outer.weight"].max_terms, "its terms do not cancel"
+
+
+@pytest.mark.parametrize(("second", "size"), [(-2.0, 4.0), (0.0, 2.0), (1.0, 3.0)])
+def test_terms_are_measured_once(second: float, size: float) -> None:
+    """Each use of a parameter makes one; that the backward adds them up makes them no larger."""
+    weight = nn.Parameter(torch.ones(3))
+    bounds = RoundingBounds({"w": weight}, by_use=["w"])
+    with bounds.measuring() as terms:
+        loss = (weight * 2).sum() + (weight * second).sum()
+        bounds.watch(loss)
+        loss.backward()
+    assert terms["w"].tolist() == [size] * 3
 
 
 @pytest.mark.parametrize("factor", [0.0, 2.0, 1.001])

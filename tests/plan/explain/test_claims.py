@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,10 +20,12 @@ from penstock.costs import Profile, UnitCost
 from penstock.plan.explain import Explanation, Prediction, explain, load_trace, steps_of_trace
 from penstock.plan.explain.changes import WhatIfContext, suggestions
 from penstock.plan.explain.replay import Change
+from penstock.plan.explain.schedules import change_schedule
 from penstock.report import write_perfetto
-from penstock.schedule import generate
+from penstock.schedule import Op, generate
 from penstock.schedule.timeline import Timeline
 from penstock.simulate import LinkCost, StageCost, simulate
+from penstock.simulate.computations import COMPUTE
 from scaffolding.nanoseconds import merged
 
 
@@ -48,6 +51,20 @@ def test_a_cut_at_a_module_that_was_profiled_in_parts_is_at_its_first() -> None:
     units = tuple(UnitCost(f"layers.{n}.{part}", 1.0, 1.0, 1.0) for n in (1, 10) for part in "ab")
     made = Profile(units, "cpu", "float32", {"layers.1.a.weight": (1, 1)})
     assert Prediction.of_profile(made, 2, ["layers.10"]).starts == (0, 2)
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "zb-h2"])
+def test_another_schedule_removes_no_host_overhead(name: str) -> None:
+    """Both parts of a backward take what the host does after a whole one: no more is saved than ranks wait besides."""
+    trial = trial_of(timeline(even, twice, ranks=2, microbatches=4))
+    host = np.zeros_like(trial.replay.host)
+    host[COMPUTE.index(Op.B)] = 1.0
+    trial = replace(trial, replay=replace(trial.replay, host=host))
+    change = change_schedule(trial.replay, name, trial.factors.rank)
+    assert (change.cases[0].host[COMPUTE.index(Op.I)] == 1.0).all()
+    busy = trial.replay.busiest_seconds + 4 - 1  # the host of all backwards but the last
+    most = (trial.replay.step_seconds - busy) / trial.step.seconds
+    assert trial.evaluate(change, 0.0).gain <= most + 1e-9
 
 
 stage_times = st.lists(st.floats(0.2, 3.0), min_size=3, max_size=3)
@@ -178,6 +195,13 @@ def test_an_order_that_hides_messages_may_not() -> None:
     assert one.gain > 0.05
     assert one.gain - one.error <= (busy[0] - busy[1]) / found.step.seconds + 0.05
     assert not advice(found, "schedule gpipe")
+
+
+def test_backwards_that_are_split_send_too() -> None:
+    trial = trial_of(timeline(even, twice, schedule="zb-h1", link=LinkCost(0.5)))
+    costs = [StageCost(1.0 + 0.5 * (stage < 3), 2.0 + 0.5 * (stage > 0), 0.0) for stage in range(4)]
+    busy = simulate(generate("zb-h1", 4, 8), costs).makespan_seconds
+    assert trial.replay.blocking_sends.step_seconds == pytest.approx(busy)
 
 
 def test_a_gain_that_another_step_does_not_show_is_not_certain() -> None:

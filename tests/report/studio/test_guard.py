@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
 
-from penstock.report.studio.app import Studio
-from penstock.report.studio.guard import ENTER, Guard
+from penstock.report.studio.app import Studio, assets
+from penstock.report.studio.guard import ENTER, Guard, is_loopback
 from penstock.report.studio.library import Library
 
 TOKEN = "s3cret-token"
@@ -77,6 +78,16 @@ def test_every_answer_says_what_the_page_may_do(tmp_path: Path) -> None:
         assert "frame-ancestors 'none'" in policy
         assert headers["x-content-type-options"] == "nosniff"
         assert headers["referrer-policy"] == "no-referrer"  # a token in an address goes nowhere else
+
+
+def test_the_page_loads_nothing_from_elsewhere() -> None:
+    for name, (_, text) in assets().items():
+        assert not re.search("https?://", text.replace("http://www.w3.org/2000/svg", "")), name
+
+
+def test_what_only_looks_like_this_machine_is_not() -> None:
+    hosts = ["0.0.0.0", "::", "10.0.0.1", "example.com", "localhost.example.com", "127.0.0.1.nip.io", ""]
+    assert not any(map(is_loopback, hosts))
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0"])

@@ -207,6 +207,11 @@ def test_what_is_known_by_name_is_that_schedule() -> None:
     assert found.objective_seconds < found.baseline_seconds
 
 
+def test_a_rank_that_holds_nothing_needs_no_memory() -> None:
+    costs = [UNIT, UNIT, StageCost(1, 1, 1)]
+    assert not check(search(Placement.loop(3), 6, costs, memory_limit=[2, 2, 0], seconds=0.2).schedule)
+
+
 def test_a_seed_gives_the_same_answer_again() -> None:
     costs = [StageCost(2, 3, 1), StageCost(2, 2, 2), StageCost(4, 5, 3)]
     one, two = (search(Placement.loop(3), 6, costs, LinkCost(0.5), seconds=1, seed=3) for _ in range(2))

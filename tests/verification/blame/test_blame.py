@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from penstock._base.errors import ArgumentError, RankFailedError
 from penstock.distributed.launch.agent import remaining_processes
@@ -20,6 +21,7 @@ from penstock.verification.blame.command import resolve_command, run
 from penstock.verification.blame.finding import Blame, Finding, page
 from penstock.verification.blame.names import Part, name_parts, read
 from penstock.verification.blame.watch import FOLDER, Step
+from penstock.verification.first_difference import FORWARD, ModuleTrace, ValueKey, confusable_values, first_value
 
 BENCH = Path(__file__).parents[3] / "benchmarks" / "blame"
 QUICK = ("with_replicas.py hand,stages first,dropout right",)
@@ -187,3 +189,24 @@ def test_weights_in_another_dtype_are_refused() -> None:
         ArgumentError, match=r"'0.weight' is torch.bfloat16 .* let TARGET return model.to\(torch.bfloat16\)"
     ):
         name_parts([part(0, nn.Sequential(nn.Linear(3, 3)).bfloat16())], model)
+
+
+def test_a_wrong_argument_is_found_before_what_it_spoils() -> None:
+    """Positions that a stage has wrong: what enters the layer, not what a module in it makes of that."""
+    x, positions, sums = torch.randn(2, 3), torch.arange(2), torch.randn(2, 3)
+    order = ["layer.norm", "layer.attention", "layer"]
+
+    def trace(positions: Tensor, attended: Tensor) -> ModuleTrace:
+        entering = {"layer": [x, positions], "layer.norm": [x], "layer.attention": [attended]}
+        values = {
+            ValueKey(FORWARD[0], name, 0, i, 0): v for name, given in entering.items() for i, v in enumerate(given)
+        }
+        leaving = {ValueKey(FORWARD[1], name, 0, 0, 0): x if name == "layer.norm" else sums for name in order}
+        return ModuleTrace(1, order, values | leaving)
+
+    mine, right = trace(positions * 0, x), trace(positions, x + 1)
+    first = first_value(mine, right, exact=True)
+    assert first is not None
+    assert first[0] == ValueKey(FORWARD[0], "layer", 0, 1, 0)
+    spoilt = ValueKey(FORWARD[0], "layer.attention", 0, 0, 0)
+    assert "it is what leaves 'layer.norm'" in confusable_values(spoilt, mine, right)  # no layer is between them
