@@ -61,7 +61,13 @@ class Trained(NamedTuple):
 
 
 def train(
-    rank: int, name: str, shape: tuple[int, int] | None, steps: int, options: dict[str, Any], accumulate: int = 1
+    rank: int,
+    name: str,
+    shape: tuple[int, int] | None,
+    steps: int,
+    options: dict[str, Any],
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Trained:
     """Some steps of momentum with clipping. Without a shape: all ranks are one pipeline, which has the whole batch."""
     task = jobs.TASKS[name]()
@@ -80,7 +86,7 @@ def train(
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
         losses, norms = [], []
         for _ in range(steps):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             with pipe.no_sync():
                 for _ in range(accumulate - 1):
                     pipe.step(*args, target=target)

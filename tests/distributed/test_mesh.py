@@ -77,6 +77,12 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.equal(a, b) for a, b in zip(deep[0].norms, flat[0].norms, strict=True))
 
 
+def test_gradients_that_are_zeroed_in_place_accumulate_as_those_that_are_dropped(ranks4: Ranks) -> None:
+    given: Any = ("mlp", (2, 2), 2, {"microbatches": 3, "schedule": "zb-h1"}, 2)
+    for one, other in zip(*(ranks4.run(mesh_jobs.train, *given, drops) for drops in (True, False)), strict=True):
+        assert all(close(value, other.weights[name]) for name, value in one.weights.items())
+
+
 def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks) -> None:
     plan = [True, False, False, True, True]
     once, own, often = (ranks4.run(mesh_jobs.gradients, steps) for steps in ([True], [False], plan))
