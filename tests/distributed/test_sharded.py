@@ -13,7 +13,16 @@ from shard_jobs import Blocks, Seen, by_plan, by_sequence, every_block, whole
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedule import Op, check, generate, merge_last_backward, schedule_specs
+from penstock.schedule import (
+    Action,
+    Op,
+    Schedule,
+    check,
+    generate,
+    merge_last_backward,
+    schedule_specs,
+    split_backward,
+)
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks, RanksError
@@ -275,10 +284,28 @@ CHANGING = [[8, 8], [8, 1], [2, 8]]
 WAYS = long_after(1, ("every_block", DP[1]), ("by_plan", TP[1]))
 
 
-@pytest.mark.parametrize("how", ["every_block", ""])
-def test_replicas_gather_and_average_in_one_order_whatever_their_rows(ranks4: Ranks, how: str) -> None:
-    options = {"microbatches": 4, "schedule": "zb-v"}
-    for rank in ranks4.run(train, how, *DP, CHANGING, options):
+def last_is_not_last() -> Schedule:
+    """A schedule in which stages end in another order where the second microbatch is missing."""
+    order = split_backward(generate("gpipe", 2, 2, stages_per_rank=2))
+    weights = "0W0 2W0 2W1 0W1", "1W0 3W0 3W1 1W1"
+    rows = [
+        [*(a for a in row if a.op is not Op.W), *map(Action.parse, last.split())]
+        for row, last in zip(order.rows, weights, strict=True)
+    ]
+    return Schedule("last is not last", order.placement, 2, rows)
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes", "options"),
+    [
+        ("every_block", CHANGING, {"microbatches": 4, "schedule": "zb-v"}),
+        ("", [[2, 2], [2, 1]], {"schedule": last_is_not_last()}),
+    ],
+)
+def test_replicas_gather_and_average_in_one_order_whatever_their_rows(
+    ranks4: Ranks, how: str, sizes: list[list[int]], options: dict[str, Any]
+) -> None:
+    for rank in ranks4.run(train, how, *DP, sizes, options):
         assert rank.weights < 1e-6
         assert rank.losses < 1e-5
 
