@@ -106,6 +106,79 @@ def test_ranks_over_nccl_are_rehearsed(tmp_path: Path, names: list[str], more: l
     assert [rank["messages"] > 0 for rank in each] == [True] * 4
 
 
+BROKEN = """
+import dataclasses, json, sys
+sys.path[:0] = sys.argv[1:2]
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from unittest import mock
+import torch
+import torch.distributed as dist
+import penstock
+from cases import nccl, over_nccl, ranks, synchronizations, verification
+from cases.case import Setting
+
+setting = Setting("cpu", Path(sys.argv[2]))
+
+def dropped():
+    recv, irecv = dist.recv, dist.irecv
+    lost = lambda call: lambda tensor, *more, **options: call(torch.empty_like(tensor), *more, **options)
+    return mock.patch.multiple(dist, recv=lost(recv), irecv=lost(irecv))
+
+def training():
+    return mock.patch("penstock.pipe.pipeline.evaluating", lambda *args: mock.MagicMock())
+
+def nearly():
+    step = penstock.Pipeline.step
+    def inexact(pipe, *args, **options):
+        result = step(pipe, *args, **options)
+        for parameter in pipe.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(1 + 1e-6)
+        return result
+    return mock.patch.object(penstock.Pipeline, "step", inexact)
+
+def exchanges(setting):
+    return nccl.exchanges(setting, dist.get_rank())
+
+CASES = [
+    (exchanges, dropped), (partial(over_nccl.steps, "1f1b"), nearly), (partial(over_nccl.evaluation, "1f1b"), training)
+]
+
+def job(setting, rank):
+    found = []
+    for run, broken in CASES:
+        with nccl.rules(setting):
+            fine = run(setting)
+        with nccl.rules(setting), broken():
+            found.append([broken.__name__, fine["ok"], run(setting)["ok"]])
+    return found
+
+print(json.dumps(ranks.on_ranks(setting, 2, job)))
+print(json.dumps([synchronizations.judged(Counter(seen), 1)["ok"] for seen in ({}, {"here": 1}, {"here": 2})]))
+
+def uncompared(*args, verify=penstock.verify, **options):
+    report = verify(*args, **options)
+    return dataclasses.replace(report, full_batch=dataclasses.replace(report.full_batch, verdict="missing"))
+
+with mock.patch.object(penstock, "verify", uncompared):
+    found = verification.prove(setting, "mlp", "float32", "gpipe", ranks=2)
+    print(json.dumps([found["ok"], found["says"]]))
+"""
+
+
+@pytest.mark.long
+def test_each_case_sees_what_is_broken(tmp_path: Path) -> None:
+    lines = lines_of_script(BROKEN, FOLDER, tmp_path, seconds=120)
+    by_rank, watched, uncompared = (json.loads(line) for line in lines if line.startswith("["))
+    expected = [[name, True, False] for name in ("dropped", "nearly", "training")]
+    assert by_rank == [expected] * 2
+    assert watched == [False, True, False]
+    assert not uncompared[0]
+    assert "the comparison with the whole batch is missing" in uncompared[1]
+
+
 CHOSEN = """
 import json, sys, time
 sys.path[:0] = sys.argv[1:2]

@@ -80,6 +80,8 @@ def test_a_crash_at_any_point_leaves_the_old_one_or_the_new_one(
         assert text_of(find(parent / "step-00000005")) if step == 5 else True
         if len(done) < calls:  # it went to its end
             break
+        prepare(parent, 7)  # takes away what is left
+        assert text_of(latest(parent)) in ("old", "new"), done
         save(parent, 7, "newest")
         assert [path.name for path in parent.iterdir()] == ["step-00000007"]
         assert text_of(latest(parent)) == "newest"
@@ -134,6 +136,9 @@ def test_a_copy_that_was_broken_off_is_never_found_and_one_that_is_named_must_be
     (tmp_path / "step-00000002").mkdir()
     assert latest(tmp_path) is None
     save(tmp_path, 1, "old")
+    aside = Path(shutil.copytree(tmp_path / "step-00000001", tmp_path / ".step-00000001.old"))
+    for name in ("data", METADATA):  # the one that was put aside for it, as after a crash before it is deleted
+        (aside / name).write_text("older")
     assert text_of(latest(tmp_path)) == "old"
     assert find(tmp_path) == find(tmp_path / "step-00000001") == tmp_path / "step-00000001"
     assert find(tmp_path / "elsewhere") is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fractions
 import io
 import os
@@ -157,6 +158,19 @@ LIES: dict[str, Callable[[Metadata], None]] = {
 def test_metadata_promise_no_more_than_there_is(copy: Path, lie: str) -> None:
     with_metadata(copy, LIES[lie])
     assert f"{copy}/.metadata is damaged" in refused(copy)
+
+
+def test_any_mutation_is_refused_or_read(saved: Path, copy: Path) -> None:
+    draw, files = random.Random(0), [copy / ".metadata", *copy.glob("*.distcp")]
+    for _ in range(60):
+        file = draw.choice(files)
+        data = bytearray((saved / file.name).read_bytes())
+        for _ in range(draw.choice((1, 3, 30))):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        file.write_bytes(data)
+        with contextlib.suppress(ArgumentError, CheckpointError):
+            checkpoint.export_checkpoint(copy, copy.parent / "out.safetensors")
+        shutil.copy(saved / file.name, file)
 
 
 def test_plain_values_come_back() -> None:

@@ -61,7 +61,13 @@ class Trained(NamedTuple):
 
 
 def train(
-    rank: int, name: str, shape: tuple[int, int] | None, steps: int, options: dict[str, Any], accumulate: int = 1
+    rank: int,
+    name: str,
+    shape: tuple[int, int] | None,
+    steps: int,
+    options: dict[str, Any],
+    accumulate: int = 1,
+    set_to_none: bool = True,
 ) -> Trained:
     """Some steps of momentum with clipping. Without a shape: all ranks are one pipeline, which has the whole batch."""
     task = jobs.TASKS[name]()
@@ -80,7 +86,7 @@ def train(
         optimizer = torch.optim.SGD(pipe.parameters(), lr=0.05, momentum=0.9)
         losses, norms = [], []
         for _ in range(steps):
-            optimizer.zero_grad()
+            optimizer.zero_grad(set_to_none)
             with pipe.no_sync():
                 for _ in range(accumulate - 1):
                     pipe.step(*args, target=target)
@@ -96,13 +102,18 @@ def train(
         )
 
 
-def gradients(rank: int, plan: list[bool], name: str = "tied_gpt") -> dict[str, Tensor]:
-    """Steps of which some average over replicas and some do not; the gradients at the end."""
+def gradients(rank: int, plan: list[bool], name: str = "tied_gpt", freezes: bool = False) -> dict[str, Tensor]:
+    """Steps of which some average over replicas and some do not; the gradients at the end.
+
+    `freezes`: weights are frozen before the last step, and biases are not.
+    """
     mesh = mesh_of((2, 2), ("dp", "pp"))
     task = jobs.TASKS[name]()
     args, target = part((task.args, task.target), mesh.get_local_rank("dp"), 2)
     with penstock.pipeline(task.model, args, loss=task.loss, microbatches=3, mesh=mesh) as pipe:
-        for averages in plan:
+        for number, averages in enumerate(plan, 1):
+            for each, parameter in pipe.model.named_parameters() if freezes and number == len(plan) else ():
+                parameter.requires_grad_(not each.endswith("weight"))
             if averages:
                 pipe.step(*args, target=target)
             else:

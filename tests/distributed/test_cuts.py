@@ -53,13 +53,13 @@ def cuts_by_time(rank: int) -> tuple[tuple[str, ...], int, float]:
             return pipe.cuts, len(calls), float(pipe.step(x, target=y).loss)
 
 
-def overlap(rank: int, beside: bool) -> str:
-    """What is said of a head that has a parameter of its own in the memory of the embedding, transposed, or beside it:
-    both are columns of one matrix."""
+def overlap(rank: int, how: str) -> str:
+    """What is said of a head that has a parameter of its own in the memory of the embedding, or its transpose, or
+    beside it: both are columns of one matrix."""
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
     weight = layers[0].weight.data
-    layers[2].weight.data = weight.t()
-    if beside:
+    layers[2].weight.data = weight.t() if how == "transposed" else weight
+    if how == "beside":
         layers[0].weight.data, layers[2].weight.data = torch.cat([weight, weight], 1).chunk(2, 1)
     return refusal_of(penstock.pipeline, layers, batch(4)[:1], microbatches=2, loss=F.mse_loss)
 
@@ -72,9 +72,9 @@ def test_the_first_rank_alone_measures_and_all_cut_there(ranks2: Ranks) -> None:
 
 
 def test_two_parameters_in_the_same_memory_are_refused_where_processes_would_update_each_alone(ranks2: Ranks) -> None:
-    for said in ranks2.run(overlap, False):
+    for said in (*ranks2.run(overlap, "the same"), *ranks2.run(overlap, "transposed")):
         assert "'0.weight' on stage 0 and '2.weight' on stage 1 are two parameters in the same memory" in said
-    assert ranks2.run(overlap, True) == ["", ""]
+    assert ranks2.run(overlap, "beside") == ["", ""]
     layers = nn.Sequential(nn.Linear(9, 9), nn.Linear(9, 9), nn.Linear(9, 9))
     layers[2].weight = nn.Parameter(layers[0].weight.data)
     x, y = batch(4)

@@ -62,6 +62,10 @@ def test_wait_chain_names_those_that_have_not_come() -> None:
         "rank 0 has waited 31 s for gather from ranks 1, 2, 3, 4, 5, 6, 7; rank 2 runs 2F0 (3 s so far); rank 3 has "
         "exited; rank 5 runs 2F0 (3 s so far); rank 6 runs 2F0 (3 s so far); and 1 more that do not wait",
     )
+    assert wait_chain(1, [RankStatus(Position("0RECV_B0", (1,)), 1800), RankStatus(RECEIVE, 1800)]) == (
+        1,
+        "rank 1 has waited 1800 s for 1RECV_F0 from rank 0; rank 0 has waited 1800 s for 0RECV_B0 from rank 1",
+    )
 
 
 def test_who_is_silent_without_harm_is_left_alone() -> None:
@@ -72,6 +76,9 @@ def test_who_is_silent_without_harm_is_left_alone() -> None:
     world.clock.now += 3600  # it was the detector that slept
     world.detector.judge()
     assert world.pass_time(3) is None
+    world.detector.record_disconnect(0)
+    world.detector.join(0, Process("m", 0, "1"))
+    assert world.pass_time(60) is None, "it came back"
 
 
 def test_goodbye_is_no_loss_unless_someone_still_waits() -> None:
@@ -100,6 +107,8 @@ def test_of_several_that_are_gone_the_first_is_named() -> None:
     """As when torchrun ends the ranks of a machine on which one was killed: nobody is left there who waits for it."""
     world = World([Position("0RECV_B0", (1,)), Position("1RECV_B0", (2,)), Position("2F0")])
     world.detector.record_disconnect(2)
+    world.detector.judge()
+    assert world.detector.failure is None, "what rank 2 sent last may still be under way"
     world.clock.now += 0.1
     world.detector.record_disconnect(1)
     assert world.pass_time(1, silent=(1, 2)) == Failure(2, "2F0", "its process is gone", "lost")
@@ -188,13 +197,14 @@ def test_rank_that_does_not_notice_is_stopped_after_the_grace(bench: Bench) -> N
     assert bench.statuses[0] == 1
 
 
-def test_silence_of_rank_0_is_its_loss_for_a_rank_that_waits(bench: Bench) -> None:
+def test_silence_of_rank_0_is_its_loss_for_a_rank_that_waits(bench: Bench, capsys: pytest.CaptureFixture[str]) -> None:
     bench.beats(60, answered=False)
     assert bench.dog.failure is None
     bench.dog.position = RECEIVE
     bench.beats(2, answered=False)
     assert bench.dog.failure == Failure(0, None, "no sign of life for 60 s", "lost")
     assert bench.statuses[0] == 1
+    assert "s; rank 1 was waiting for 1RECV_F0 from rank 0\n" in capsys.readouterr().err
     assert "failure" in bench.rank0.receive()[0], "rank 0 reads why the others are gone when it wakes up"
 
 
@@ -280,13 +290,16 @@ def test_rank_whose_agent_is_gone_ends_and_tells_the_others(
         missing.check()
 
 
-def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer() -> None:
+def test_a_stall_is_blamed_on_the_rank_that_all_wait_for_and_not_on_the_peer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     """Rank 2 waits for rank 1, which waits for rank 0, which computes without end."""
     with benched(2, 3) as bench:
         bench.dog.position = Position("2RECV_F0", (1,))
         bench.others = [RankStatus(Position("0F0"), 3.0), RankStatus(RECEIVE, 2.0), RankStatus()]
         while not bench.statuses:
             bench.beats(0.5)
+    assert capsys.readouterr().err.count("stops") == 1
     assert str(bench.dog.failure) == (
         "rank 0 stalled at 0F0: rank 2 has waited 1800 s for 2RECV_F0 from rank 1; rank 1 has waited 2 s for 1RECV_F0 "
         "from rank 0; rank 0 runs 0F0 (3 s so far)"

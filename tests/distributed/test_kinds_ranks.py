@@ -167,7 +167,7 @@ def test_replicas_with_the_batch_in_dimension_1(ranks4: Ranks) -> None:
         assert ok, summary
 
 
-def test_changing_batches_are_those_of_one_process(ranks3: Ranks) -> None:
+def test_changing_batches_are_those_of_one_process(ranks3: Ranks, one_thread: None) -> None:
     """Of tensors: test_layouts.py, in one process."""
     alone = train_graphs(0)
     for rank, found in enumerate(ranks3.run(train_graphs)):

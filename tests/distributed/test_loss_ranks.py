@@ -111,9 +111,9 @@ def by_hand(steps: int = STEPS) -> Trained:
     return Trained(losses, norms, {name: tensor.clone() for name, tensor in state.items()})
 
 
-def verify(rank: int) -> tuple[bool, str, list[str]]:
-    x, y, options = setting(mesh=False)
-    report = penstock.verify(mlp(), (x,), target=y, loss_fn=Centers(), **options)
+def verify(rank: int, make: Callable[[], Any], mesh: bool) -> tuple[bool, str, list[str]]:
+    x, y, options = setting(mesh)
+    report = penstock.verify(mlp(), (x,), target=y, loss_fn=make(), **options)
     return report.ok, report.summary(), [row.name for row in report.rows if row.name.startswith("loss.")]
 
 
@@ -205,10 +205,11 @@ def test_checkpoints_have_them_and_files_of_the_model_do_not(ranks2: Ranks, tmp_
     mlp().load_state_dict(load_file(tmp_path / "model.safetensors"))
 
 
-def test_verify_compares_them(ranks4: Ranks) -> None:
-    for ok, summary, names in ranks4.run(verify):
+@pytest.mark.parametrize(("make", "mesh", "own"), [(Centers, False, OWN), (closure, True, {"loss.temperature"})])
+def test_verify_compares_them(ranks4: Ranks, make: Callable[[], Any], mesh: bool, own: set[str]) -> None:
+    for ok, summary, names in ranks4.run(verify, make, mesh):
         assert ok, summary
-        assert {*names} == OWN
+        assert {*names} == own
 
 
 @pytest.mark.parametrize(("schedule", "mesh"), [("dualpipe", False), ("1f1b", True)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -76,11 +77,29 @@ def test_clipped_training_has_the_same_bits_at_any_depth(ranks4: Ranks, ranks2: 
     assert all(torch.equal(a, b) for a, b in zip(deep[0].norms, flat[0].norms, strict=True))
 
 
+def test_gradients_that_are_zeroed_in_place_accumulate_as_those_that_are_dropped(ranks4: Ranks) -> None:
+    given: Any = ("mlp", (2, 2), 2, {"microbatches": 3, "schedule": "zb-h1"}, 2)
+    for one, other in zip(*(ranks4.run(mesh_jobs.train, *given, drops) for drops in (True, False)), strict=True):
+        assert all(close(value, other.weights[name]) for name, value in one.weights.items())
+
+
 def test_gradients_accumulate_over_steps_with_and_without_averages(ranks4: Ranks) -> None:
     plan = [True, False, False, True, True]
-    once, often = (ranks4.run(mesh_jobs.gradients, steps) for steps in ([True], plan))
-    for one, other in zip(once, often, strict=True):
-        assert all(close(other[name], len(plan) * one[name]) for name in one)
+    once, own, often = (ranks4.run(mesh_jobs.gradients, steps) for steps in ([True], [False], plan))
+    for rank, one in enumerate(once):
+        mine, others = own[rank], own[(rank + 2) % 4]
+        for name, mean in one.items():
+            assert close(often[rank][name], len(plan) * mean)
+            assert not close(mine[name], others[name]), "without an average, the replica's own"
+            assert close((mine[name] + others[name]) / 2, mean)
+
+
+def test_what_is_frozen_before_the_average_is_averaged_all_the_same(ranks4: Ranks) -> None:
+    once = ranks4.run(mesh_jobs.gradients, [True], "mlp")
+    for one, found in zip(once, ranks4.run(mesh_jobs.gradients, [False, True], "mlp", True), strict=True):
+        assert found.keys() == one.keys()
+        for name, grad in found.items():
+            assert close(grad, (1 if name.endswith("weight") else 2) * one[name]), name
 
 
 def test_trap_21_replicas_whose_targets_count_differently(ranks4: Ranks) -> None:
@@ -112,8 +131,8 @@ def test_a_stage_is_reduced_as_soon_as_its_last_backward_is_done() -> None:
 # -- gradients in float32: ties and replicas are summed there, to the bit ---------------------------------------------
 
 
-def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
-    """The gradients that this process holds after two steps without an optimizer."""
+def train(rank: int, options: dict[str, Any], replicas: int = 1, waits: bool = False) -> Gradients:
+    """The gradients that this process holds after two steps without an optimizer; `waits`: the first in `no_sync`."""
     options = {"microbatches": MICROBATCHES, "loss_fn": loss, "grad_dtype": torch.float32} | options
     replica = 0
     if replicas > 1:
@@ -122,7 +141,8 @@ def train(rank: int, options: dict[str, Any], replicas: int = 1) -> Gradients:
     with penstock.pipeline(Net(), part(batch()[:1], replica, replicas), **options) as pipe:
         for step in range(2):
             x, y = part(batch(step), replica, replicas)
-            pipe.step(x, target=y)
+            with pipe.no_sync() if waits and step == 0 else nullcontext():
+                pipe.step(x, target=y)
         return {
             name: parameter.grad
             for name, parameter in pipe.session.model_parts.all_parameters()
@@ -170,6 +190,9 @@ def test_replicas_are_averaged_in_float32(ranks4: Ranks) -> None:
     expected = by_hand(steps=2, replicas=2)
     for mine in ranks4.run(train, {"schedule": "zb-h1"}, 2):
         assert_sums(mine, expected)
+    for mine in ranks4.run(train, {"schedule": "zb-h1"}, 2, True):  # it adds the same terms in another order
+        for name, grad in mine.items():
+            torch.testing.assert_close(grad, expected[name], rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("dtype", [None, torch.float32], ids=str)

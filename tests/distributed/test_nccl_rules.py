@@ -22,6 +22,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import penstock
 from penstock._base.errors import ArgumentError
+from penstock.distributed.groups import Groups
+from penstock.runtime.transport.distributed import ReceiveOrder
 from penstock.schedule import schedule_spec, schedule_specs
 from penstock.schedule.generators import ScheduleParams
 from penstock.testing import nccl
@@ -29,7 +31,7 @@ from penstock.testing.nccl import nccl_rules
 from scaffolding.by_hand import step_by_hand
 from scaffolding.compared import differences, impossible_messages
 from scaffolding.models import squared_error
-from scaffolding.ranks import Ranks
+from scaffolding.ranks import Ranks, RanksError
 from scaffolding.representatives import long_after
 
 pytestmark = pytest.mark.distributed
@@ -98,7 +100,10 @@ class Cell(NamedTuple):
 def train(rank: int, cell: Cell) -> list[str]:
     """What differs from one device, in words: three steps with one kind of batch, and two with another."""
     with nccl_rules(eager=cell.eager, lazy_loading=cell.lazy_loading):
-        return steps(cell)
+        device = dist.group.WORLD.bound_device_id
+        found = steps(cell)
+        assert dist.group.WORLD.bound_device_id == device
+        return found
 
 
 MESHES: dict[str, list[list[int]]] = {"two pipelines": [[0, 1], [2, 3]], "a part": [[1, 2, 3]]}
@@ -136,6 +141,37 @@ def steps(cell: Cell, **options: Any) -> list[str]:
                     f"{rows} rows, step {step}: {what}" for what in differences(pipe, reference, expected, result)
                 ]
     return found
+
+
+def receives_in_the_order_of_use() -> Any:
+    """While layouts are learned, a receive starts when it is needed."""
+
+    def post(order: ReceiveOrder, receiver: Any, microbatch: int) -> None:
+        if receiver.can_start:
+            receiver.start(microbatch)
+
+    def start_until(order: ReceiveOrder, receiver: Any, microbatch: int) -> None:
+        if not receiver.has_started(microbatch):
+            receiver.start(microbatch)
+
+    return mock.patch.multiple(ReceiveOrder, post=post, start_until=start_until)
+
+
+def no_group_of_two() -> Any:
+    """All pairs of ranks share two groups."""
+    return mock.patch.object(Groups, "pair", return_value=None)
+
+
+BUGS = [
+    (receives_in_the_order_of_use, Cell("interleaved-1f1b", "a skip over two cuts", 4, 2, (False, False))),
+    (no_group_of_two, Cell("1f1b", "a skip over two cuts", 4, 1, (False, False), eager=True)),
+]
+"""With a cell that does not survive the bug."""
+
+
+def train_with_bug(rank: int, cell: Cell, bug: Callable[[], Any]) -> list[str]:
+    with bug():
+        return train(rank, cell)
 
 
 # -- the rules by themselves ------------------------------------------------------------------------------------------
@@ -231,6 +267,8 @@ def assert_rule(rank: int, rule: Callable[[int], None]) -> None:
 def assert_one_communicator_for_all(rank: int) -> None:
     """With `device_id=`: what rank 0 awaits of rank 1 holds up what it sends to rank 2."""
     with nccl_rules(eager=True):
+        with pytest.raises(RuntimeError, match="would wait forever: the default group has a device"):
+            dist.new_group([0, 1], use_local_synchronization=True)
         works: list[Any] = []
         if rank == 0:
             works = [dist.irecv(torch.zeros(1), 1), dist.isend(torch.zeros(1), 2)]
@@ -314,6 +352,17 @@ def test_replicas_and_a_part_of_the_job_where_the_default_group_has_a_device(ran
     ranks = len(MESHES[mesh][-1])  # of a pipeline
     cell = Cell("interleaved-1f1b", "a skip over one cut", 2 * ranks, 2, (False, True), eager=True)
     assert ranks4.run(train_over, mesh, cell, seconds=SECONDS) == [[]] * 4
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("bug", "cell"), BUGS)
+def test_a_bug_is_caught(bug: Callable[[], Any], cell: Cell, request: pytest.FixtureRequest) -> None:
+    ranks: Ranks = request.getfixturevalue(f"ranks{cell.stages // cell.chunks}")
+    assert ranks.run(train, cell, seconds=SECONDS) == [[]] * ranks.n
+    try:
+        assert any(ranks.run(train_with_bug, cell, bug, seconds=15.0))
+    except RanksError:
+        """It hung, or raised."""
 
 
 @pytest.mark.parametrize("rule", RULES)

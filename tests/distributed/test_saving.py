@@ -91,6 +91,8 @@ def refused_everywhere(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
         (folder / "file").write_text("")
         parameters = list(pipe.parameters())
         groups = torch.optim.AdamW([{"params": parameters[:1]}, {"params": parameters[1:]}])
+        regrouped = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}])
+        checkpoint.save(folder / "groups", pipe, groups)
         foreign = torch.optim.AdamW([*parameters, torch.nn.Parameter(torch.ones(3))])
         fewer = torch.optim.AdamW(parameters[1:])
         averages = {name: parameter.detach().clone() for name, parameter in pipe.named_parameters()}
@@ -125,6 +127,7 @@ def refused_everywhere(rank: int, folder: Path) -> dict[str, tuple[str, bool]]:
         attempt("another kind", load, on(1, torch.optim.SGD(parameters), optimizer), others={"one": held})
         attempt("another group", load, on(1, fewer, optimizer), others={"one": held})
         attempt("other groups", load, groups, others={"one": held})
+        attempt("moved to another group", load, on(1, regrouped, groups), where=folder / "groups")
         attempt("a name", load, where=folder / "step-00000009")
         attempt("no state", load, optimizer, where=folder / "weights")
         attempt("several optimizers", load, optimizer, where=folder / "averages")
@@ -294,6 +297,7 @@ WRONG = {
     "another kind": "has the state of AdamW, but the optimizer is SGD; make the same kind",
     "another group": "was in group 0 of the optimizer's groups, and is in none now",
     "other groups": "has 1 groups of parameters, but the optimizer 2",
+    "moved to another group": "was in group 1 of the optimizer's groups, and is in group 0",
     "a name": "ArgumentError: there is no complete checkpoint ",
     "no state": "has no optimizer",
     "several optimizers": "which has optimizer['adam']; load it without",

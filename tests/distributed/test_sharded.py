@@ -13,7 +13,16 @@ from shard_jobs import Blocks, Seen, by_plan, by_sequence, every_block, whole
 from torch import Tensor, nn
 
 import penstock
-from penstock.schedule import Op, check, generate, merge_last_backward, schedule_specs
+from penstock.schedule import (
+    Action,
+    Op,
+    Schedule,
+    check,
+    generate,
+    merge_last_backward,
+    schedule_specs,
+    split_backward,
+)
 from scaffolding.everything import everything_goes
 from scaffolding.models import squared_error
 from scaffolding.ranks import Ranks, RanksError
@@ -48,6 +57,7 @@ def test_a_loss_may_update_a_view_in_place_under_fsdp(ranks4: Ranks) -> None:
 
 def test_fsdp_trains_as_replicas_do(ranks4: Ranks) -> None:
     plain, sharded = (run(ranks4, DP, how, steps=3) for how in ("", "every_block"))
+    assert [rank.sharded for rank in (*plain, *sharded)] == [False] * 4 + [True] * 4
     for one, other in zip(plain, sharded, strict=True):
         assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(one.losses, other.losses, strict=True))
         assert all(torch.allclose(a, b, rtol=1e-5) for a, b in zip(one.norms, other.norms, strict=True))
@@ -80,9 +90,13 @@ def test_weight_gradients_add_up_in_the_dtype_of_the_reduction(ranks4: Ranks) ->
     options = {"dropout": 0.0, "microbatches": 6}
     merged, split = (run(ranks4, DP, "half_precision", schedule=name, **options) for name in ("1f1b", "zb-h1"))
     assert max(max(each.share.values(), default=0.0) for each in split) > 0.5
-    expected = together(merged, "gradients")
+    plain = run(ranks4, DP, "", **options)
+    assert not torch.equal(split[0].losses[0], plain[0].losses[0]), "in half precision"
+    whole, expected = together(plain, "gradients"), together(merged, "gradients")
     for name, gradient in together(split, "gradients").items():
         assert torch.equal(gradient, expected[name]), name
+        assert gradient.dtype is torch.float32
+        assert close(gradient, whole[name], 0.1), name
 
 
 @pytest.mark.parametrize(("schedule", "how"), long_after(1, ("zb-h1", "by_sequence"), ("1f1b", "by_plan")))
@@ -270,9 +284,28 @@ CHANGING = [[8, 8], [8, 1], [2, 8]]
 WAYS = long_after(1, ("every_block", DP[1]), ("by_plan", TP[1]))
 
 
-def test_sharded_replicas_gather_in_one_order_whatever_their_rows(ranks4: Ranks) -> None:
-    options = {"microbatches": 4, "schedule": "zb-v"}
-    for rank in ranks4.run(train, "every_block", *DP, CHANGING, options):
+def last_is_not_last() -> Schedule:
+    """A schedule in which stages end in another order where the second microbatch is missing."""
+    order = split_backward(generate("gpipe", 2, 2, stages_per_rank=2))
+    weights = "0W0 2W0 2W1 0W1", "1W0 3W0 3W1 1W1"
+    rows = [
+        [*(a for a in row if a.op is not Op.W), *map(Action.parse, last.split())]
+        for row, last in zip(order.rows, weights, strict=True)
+    ]
+    return Schedule("last is not last", order.placement, 2, rows)
+
+
+@pytest.mark.parametrize(
+    ("how", "sizes", "options"),
+    [
+        ("every_block", CHANGING, {"microbatches": 4, "schedule": "zb-v"}),
+        ("", [[2, 2], [2, 1]], {"schedule": last_is_not_last()}),
+    ],
+)
+def test_replicas_gather_and_average_in_one_order_whatever_their_rows(
+    ranks4: Ranks, how: str, sizes: list[list[int]], options: dict[str, Any]
+) -> None:
+    for rank in ranks4.run(train, how, *DP, sizes, options):
         assert rank.weights < 1e-6
         assert rank.losses < 1e-5
 

@@ -6,11 +6,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -272,3 +275,35 @@ def test_nor_is_what_waits_for_w(kind: str) -> None:
     assert same_as_by_hand(0, kind, {"microbatches": 8, "schedule": "zb-h1"}) == []
     chunks = {"stages_per_rank": 2, "cuts": None}
     assert same_as_by_hand(0, kind, {"microbatches": 8, "schedule": "zb-v", **chunks}) == []
+
+
+def sent_from_elsewhere(rank: int) -> int:
+    """How many messages of a step and a prediction this rank sends from other memory than its stage's results."""
+    results: set[int] = set()
+    elsewhere = 0
+    send = dist.isend
+
+    def note(module: nn.Module, args: Any, output: Tensor) -> None:
+        if type(output) is Tensor:
+            results.add(output.data_ptr())
+
+    def isend(tensor: Tensor, *args: Any, **options: Any) -> Any:
+        nonlocal elsewhere
+        elsewhere += tensor.data_ptr() not in results
+        return send(tensor, *args, **options)
+
+    first = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+    first.register_forward_hook(note)
+    x, y = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH)
+    layers, options = [first, nn.Linear(WIDTH, WIDTH)], {"microbatches": 8, "transport": "distributed"}
+    with penstock.pipeline(layers, (x,), loss=squared_error, ranks=2, **options) as pipe:
+        for patch in (nullcontext(), mock.patch.object(dist, "isend", isend)):
+            with patch:
+                pipe.step(x, target=y)
+                pipe.predict(x)
+    return elsewhere
+
+
+def test_what_nothing_else_holds_is_sent_from_where_it_is(ranks2: Ranks) -> None:
+    """Although backward holds what a tanh returns."""
+    assert ranks2.run(sent_from_elsewhere)[0] == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 from unittest import mock
 
+import mesh_jobs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,6 +116,18 @@ def test_bits_of_one_device(own_pair: Ranks, schedule: str, name: str) -> None:
     reports = own_pair.run(verify, name, {"schedule": schedule, "microbatches": 4})
     assert len(set(map(str, reports))) == 1, "each rank has the same report"
     assert reports[0][0], reports[0][1]
+
+
+def verify_replicas(rank: int) -> mesh_jobs.Verified:
+    stand_in.install()
+    return mesh_jobs.verify(rank, "convnet", (2, 2), {"microbatches": 3, **STAGED})
+
+
+@pytest.mark.long
+def test_replicas_of_four_ranks(own_four: Ranks) -> None:
+    """Their sums are those of the same ranks on the CPU, as are the buffers that replicas share."""
+    for one in own_four.run(verify_replicas):
+        assert one.ok, one.summary
 
 
 @pytest.mark.parametrize("neighbors", [True, False])

@@ -232,6 +232,11 @@ def test_a_key_that_leaves_something_out_is_found(key: Any, script: str) -> None
     assert f"penstock: in the script {script}" in error.value.__notes__
 
 
+def test_what_a_transport_lacks_is_named() -> None:
+    with pytest.raises(AssertionError, match=r"rank [01]'s transport is a NoneType, which lacks connect, "):
+        check_factory(lambda endpoint: None)  # type: ignore[arg-type, return-value]
+
+
 class Transposed(Posted):
     """Loses strides."""
 

@@ -34,6 +34,15 @@ def test_a_run_goes_on_as_it_would_have(tmp_path: Path, monkeypatch: pytest.Monk
     assert lines_here(EXAMPLE, "--steps", "40", "--resume", "runs/lightning/step=20.ckpt") == steps[1:]
 
 
+@pytest.mark.long  # two stages of one process: above
+@pytest.mark.distributed
+def test_several_processes_go_on_from_it(ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    steps = lines_here(EXAMPLE, "--steps", "40")
+    again = ("--steps", "40", "--resume", "runs/lightning/step=20.ckpt")
+    assert ranks2.run(lines_of_torchrun, EXAMPLE, *again) == [steps[1:], []]
+
+
 @pytest.mark.distributed
 def test_validation_logging_and_early_stopping_agree_on_all_ranks(
     ranks2: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -15,6 +15,8 @@ from transformers import (
     LlamaForCausalLM,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTForImageClassification,
     default_data_collator,
 )
 
@@ -167,3 +169,21 @@ def test_losses_that_do_not_add_up_are_refused(tmp_path: Path, kind: str) -> Non
         ours = PipelineTrainer(pipe, arguments(tmp_path, remove_unused_columns=False), train_dataset=data)
         with pytest.raises(ArgumentError, match="for twice the num_items_in_batch, where half was expected"):
             ours.train()
+
+
+@pytest.mark.long  # like the first test, for another kind of model
+@pytest.mark.parametrize("options", [{"gradient_accumulation_steps": 2}, {"bf16": True}], ids=str)
+def test_pictures(tmp_path: Path, options: dict[str, Any]) -> None:
+    def model() -> ViTForImageClassification:
+        torch.manual_seed(0)
+        sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2}
+        return ViTForImageClassification(ViTConfig(image_size=8, patch_size=4, num_labels=3, **sizes))
+
+    torch.manual_seed(2)
+    data = [{"pixel_values": torch.randn(3, 8, 8), "labels": k % 3} for k in range(64)]
+    plain = Trainer(model(), arguments(tmp_path, **options), train_dataset=data)
+    plain.train()
+    with split(model(), data, ranks=2) as pipe:
+        ours = PipelineTrainer(pipe, arguments(tmp_path, **options), train_dataset=data)
+        ours.train()
+    assert losses(ours) == pytest.approx(losses(plain), rel=1e-2 if "bf16" in options else 1e-4)
