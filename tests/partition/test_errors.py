@@ -117,6 +117,16 @@ def test_a_replaced_buffer_is_refused() -> None:
     assert_refused(between, r"replaces 'offset'.*self.offset.copy_")
 
 
+def test_an_empty_buffer_may_be_filled() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        self.last = x.detach().mean(0)
+        return x
+
+    model = Layers(between)
+    model.register_buffer("last", None)
+    assert len(partition(model).stages) == 2
+
+
 def test_batch_norm_shared_between_stages_is_refused() -> None:
     norm = nn.BatchNorm1d(3)
 
