@@ -117,6 +117,16 @@ def test_a_replaced_buffer_is_refused() -> None:
     assert_refused(between, r"replaces 'offset'.*self.offset.copy_")
 
 
+def test_an_empty_buffer_may_be_filled() -> None:
+    def between(self: Layers, index: int, x: Tensor) -> Tensor:
+        self.last = x.detach().mean(0)
+        return x
+
+    model = Layers(between)
+    model.register_buffer("last", None)
+    assert len(partition(model).stages) == 2
+
+
 def test_batch_norm_shared_between_stages_is_refused() -> None:
     norm = nn.BatchNorm1d(3)
 
@@ -229,21 +239,31 @@ def test_lazy_modules_are_refused_until_they_have_shapes() -> None:
     words = r"'1\.weight' has no shape yet, since its module is lazy"
     with pytest.raises(PartitionError, match=words):
         inspect(model, (x,))
-    with pytest.raises(PartitionError, match=words):
-        verify(make, (x,), target=x, loss_fn=nn.functional.mse_loss)
+    for given in (model, make):
+        with pytest.raises(PartitionError, match=words):
+            verify(given, (x,), target=x, loss_fn=nn.functional.mse_loss)
     model(x)
     assert len(inspect(model, (x,)).stages) == 2
 
 
 def test_data_assigned_in_the_models_own_forward_is_refused_with_the_way_that_works() -> None:
     class Momentum(nn.Module):
+        in_place = False
+
         def __init__(self) -> None:
             super().__init__()
-            self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4)
+            self.online, self.target = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(requires_grad=False)
 
         def forward(self, x: Tensor) -> Tensor:
-            self.target.weight.data = self.target.weight.data * 0.9 + self.online.weight.data * 0.1
+            new = self.target.weight.data * 0.9 + self.online.weight.data * 0.1
+            if self.in_place:
+                self.target.weight.data.copy_(new)
+            else:
+                self.target.weight.data = new
             return self.online(x) + self.target(x)
 
+    model, x = Momentum(), torch.randn(4, 4)
     with pytest.raises(PartitionError, match=r"assigns to `.data` of 'target.weight'.* place: .data.copy_\(\.\.\.\)"):
-        inspect(Momentum(), (torch.randn(4, 4),), stages=1)
+        inspect(model, (x,), stages=1)
+    model.in_place = True
+    assert len(inspect(model, (x,), stages=1).stages) == 1

@@ -79,11 +79,19 @@ def test_a_blocks_inner_result_is_used_by_the_model() -> None:
 def test_the_block_is_opened_and_nothing_else() -> None:
     model = Collecting()
     recording = record(model, (torch.randn(5, WIDTH),), {})
-    assert {name for name in recording.unit_spec.opened if "." in name} == {f"blocks.{i}" for i in range(4)}
+    assert recording.unit_spec.opened == {f"blocks.{i}" for i in range(4)}
     units = {unit.name for unit in find_units(model, recording.unit_spec).values()}
     assert units == {f"blocks.{i}.{part}" for i in range(4) for part in ("norm", "router", "expert")}
     assert {unit.name for unit in find_units(model).values()} == {f"blocks.{i}" for i in range(4)}
     assert inspect(model, (torch.randn(5, WIDTH),), stages=4).stages
+
+
+def test_another_block_of_the_class_may_stay_whole() -> None:
+    torch.manual_seed(0)
+    model = Collecting()
+    model.blocks[0].router._forward_hooks.clear()
+    x, y = torch.randn(5, WIDTH), torch.randn(5, WIDTH)
+    proven(model, x, y, both, ranks=2, microbatches=2, leaf_modules=["blocks.0"])
 
 
 class Hidden(Router):

@@ -14,6 +14,7 @@ from penstock import inspect
 from penstock._base.errors import PartitionError
 from penstock.partition import NoStreams, Partitioner
 from scaffolding.models import OneLayer
+from scaffolding.proofs import proven
 
 WIDTH = 4
 
@@ -179,6 +180,36 @@ def test_what_contains_a_block_in_the_way_is_not_run_whole_with_it() -> None:
     said = refusal(model)
     assert leaves_of(said) == ["1.0", "1.1", "1.2"]
     follow(model, said)
+
+
+class Expands(OneLayer):
+    """Takes and returns tensors, some strides of which are 0, updates one in place, and reads values."""
+
+    def forward(self, token: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        if token.sum() < 1e9:
+            x.mul_(2)
+        return self.layer(x + token[:, :1]).expand(-1, 4, -1), token.expand(-1, 4, -1)
+
+
+class Expanded(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(WIDTH, WIDTH), Expands(WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.token = nn.Parameter(torch.randn(1, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        token, x = self.token.expand(len(x), 4, WIDTH), self.first(x)
+        y, z = self.second(token, x)
+        return self.last(y) + z + token + x
+
+
+def test_what_the_message_names_in_leaf_modules_trains_as_on_one_device() -> None:
+    torch.manual_seed(0)
+    model, x, y = Expanded(), torch.zeros(3, 1, WIDTH), torch.randn(3, 4, WIDTH)
+    with pytest.raises(PartitionError, match=r"leaf_modules=\['second'\]"):
+        inspect(model, (x,), stages=3)
+    options = {"ranks": 3, "microbatches": 3, "cuts": ["second", "last"], "leaf_modules": ["second"]}
+    proven(model, x, y, exact=True, **options)
 
 
 def test_a_buffer_with_a_gradient_on_two_stages_is_refused() -> None:

@@ -86,6 +86,7 @@ def _check_same_values(first: ModelAndLoss, second: ModelAndLoss) -> None:
 
 
 def _copy_pair(pair: ModelAndLoss) -> tuple[ModelAndLoss, ModelAndLoss]:
+    refuse_lazy(pair.model)
     name = next((n for n, t in _named_tensors(pair.model) if has_gradient_hooks(t) or has_accumulation_hooks(t)), None)
     if name is not None:
         raise ArgumentError(

@@ -123,6 +123,23 @@ def test_no_length_gets_what_was_recorded_for_another(
     assert len(recorded) == 1 + 9 if shares else len(recorded) >= 1 + len(LENGTHS)
 
 
+class Masked(nn.Module):
+    """Masks are booleans, or what is added, as in `transformers`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Blocks(positions)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        return self.inner(x * mask if mask.dtype == torch.bool else x + mask)
+
+
+def test_a_length_with_another_dtype_gets_a_recording_of_its_own() -> None:
+    kinds = [(6, torch.bool), (7, torch.bool), (8, torch.bool), (9, torch.float32), (10, torch.bool)]
+    inputs = [(torch.randn(2, length, WIDTH), torch.ones(2, length, 1, dtype=dtype)) for length, dtype in kinds]
+    assert_predicts_alike(Masked(), "inner.blocks.3", inputs)
+
+
 def test_dimensions_that_change_together_are_recorded(recorded: list[Any]) -> None:
     inputs = [(torch.randn(rows, length, WIDTH),) for rows, length in [(2, 6), (3, 7), (4, 8), (5, 9)]]
     assert_predicts_alike(Blocks(positions), "blocks.3", inputs)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_full_backward_hook
 
 import penstock
-from penstock import ArgumentError, PartitionError, inspect, pipeline
+from penstock import ArgumentError, PartitionError, inspect, pipeline, verify
 from penstock.partition import Partitioner
 from scaffolding.by_hand import assert_same_gradients, step_by_hand
 from scaffolding.proofs import proven
@@ -191,6 +191,24 @@ class Smooths(nn.Module):
         y, last = self.layer(x), self.held["last"]
         self.held["last"] = self.kept(y.detach())
         return y if last is None else y + last
+
+
+class InModel(nn.Module):
+    """Passes its state in and out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.first(x) + state
+        return self.last(y), y.detach()
+
+
+def test_state_that_is_passed_in_and_returned_trains_as_on_one_device() -> None:
+    options = {"target": TARGET, "loss_fn": lambda out, y: F.mse_loss(out[0], y), "ranks": 2, "microbatches": 4}
+    torch.manual_seed(0)
+    verify(InModel, (X, torch.ones_like(X)), **options).raise_if_failed()
 
 
 def between(block: nn.Module) -> nn.Module:

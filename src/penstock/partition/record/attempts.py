@@ -279,7 +279,7 @@ def _check_leftovers(snapshot: Snapshot, recorder: Recorder) -> None:
     """Refuse buffers that were replaced; note tensors and numbers that the forward leaves in attributes."""
     for path, slots, fakes in recorder.loan.installed:
         for key, fake in fakes.items():
-            if (new := slots.get(key)) is fake or _is_cache(recorder, path, key, new):
+            if fake is None or (new := slots.get(key)) is fake or _is_cache(recorder, path, key, new):
                 continue
             raise PartitionError(
                 f"the forward replaces {f'{path}.{key}'.lstrip('.')!r} by a new tensor, which a stage cannot replay. "

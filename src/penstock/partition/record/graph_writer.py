@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -266,9 +266,9 @@ class Writer:
                 "Return it from the block"
             )
             if id(tensor) in self.observer.returned:
-                kind = type(self.observer.returned[id(tensor)][1])  # others of its class will be used outside, too
-                modules = self.model.named_modules()
-                raise Lesson(refusal, opened=[name for name, module in modules if _encloses(module, kind)])
+                module = self.observer.returned[id(tensor)][1]  # others of its class will be used outside, too
+                opened = self._modules_around(lambda inner: inner is module)
+                raise Lesson(refusal, opened=opened, likely=self._modules_around(lambda m: type(m) is type(module)))
             if maker is not None and maker.call.unit:
                 raise Lesson(f"{refusal}. It was made in {maker}", opened=[maker.call.unit])
             raise Obstacle(refusal, self.scope)
@@ -296,6 +296,13 @@ class Writer:
             self._fact(node, kind, value if isinstance(value, Tensor) else None)
         return self._attributes[path]
 
+    def _modules_around(self, matches: Callable[[nn.Module], bool]) -> Iterator[str]:
+        """Yield the names of units, and of modules in them, that enclose a module that matches."""
+        for unit in self.units.values():
+            for name, module in unit.module.named_modules(prefix=unit.name):
+                if any(matches(inner) for inner in module.modules() if inner is not module):
+                    yield name
+
     # -- messages ---------------------------------------------------------------------------------------------------
 
     @property
@@ -311,8 +318,3 @@ class Writer:
     def _find_holder(self, tensor: Tensor) -> str:
         entries = ((name, *entry) for name, module in self.model.named_modules() for entry in vars(module).items())
         return next((f"{name}.{key}".lstrip(".") for name, key, value in entries if value is tensor), "")
-
-
-def _encloses(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a module of this class is in another."""
-    return any(type(inner) is kind for inner in module.modules() if inner is not module)
