@@ -137,15 +137,20 @@ def parts_of_loss(rank: int, schedule: str, mesh: bool) -> tuple[list[dict[str, 
 
 
 def warnings_of_clipping(rank: int, by_torch: bool) -> list[str]:
+    """Two pipelines share the model: the other's steps are nobody's clipping."""
     x, y = data()
-    with penstock.pipeline(mlp(), (x,), loss_fn=F.cross_entropy, microbatches=2) as pipe:
+    model = mlp()
+    with (
+        penstock.pipeline(model, (x,), loss_fn=F.cross_entropy, microbatches=2) as pipe,
+        penstock.pipeline(model, (x,), loss_fn=F.cross_entropy, microbatches=2) as other,
+    ):
         optimizer = torch.optim.AdamW(pipe.parameters())
         scaler = penstock.GradScaler(pipe, init_scale=8.0)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
                 for _ in range(2):
-                    pipe.step(x, target=y, loss_scale=scaler.get_scale())
+                    pipe.step(x, target=y, loss_scale=scaler.get_scale() / 2)
                 scaler.unscale_(optimizer)
                 if by_torch:
                     nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
@@ -153,8 +158,29 @@ def warnings_of_clipping(rank: int, by_torch: bool) -> list[str]:
                     pipe.clip_grad_norm_(0.5)
                 scaler.step(optimizer)
                 scaler.update()
-                optimizer.zero_grad(set_to_none=False)
+                for keeps in (True, False):
+                    pipe.step(x, target=y)
+                    optimizer.zero_grad(set_to_none=not keeps)
+                    other.step(x, target=y)
+                    optimizer.step()
+                    optimizer.zero_grad()
+    assert all(one.filename == __file__ for one in caught)
     return [str(one.message) for one in caught]
+
+
+def clipped_where_all_is_trained(rank: int) -> int:
+    x, y = data()
+    model = mlp()
+    for parameter in [*model.parameters()][:-2]:
+        parameter.requires_grad_(False)
+    with penstock.pipeline(model, (x,), loss_fn=F.cross_entropy, microbatches=2) as pipe:
+        optimizer = torch.optim.AdamW(pipe.parameters())
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            pipe.step(x, target=y)
+            nn.utils.clip_grad_norm_(pipe.parameters(), 0.5)
+            optimizer.step()
+    return len(caught)
 
 
 OWN = {"loss.temperature", "loss.centers.weight", "loss.seen"}
@@ -187,6 +213,7 @@ def test_clipping_by_the_norm_of_one_rank_is_warned_of(ranks2: Ranks) -> None:
     assert ranks2.run(warnings_of_clipping, False) == [[], []]
     for (text,) in ranks2.run(warnings_of_clipping, True):
         assert "call pipe.clip_grad_norm_(max_norm) instead" in text
+    assert ranks2.run(clipped_where_all_is_trained) == [0, 0]
 
 
 def test_two_copies_of_the_last_stage_add_their_gradients(ranks2: Ranks) -> None:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import TypeGuard
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[1]) + os.sep
+_OPTIMIZERS = os.sep + os.path.join("torch", "optim") + os.sep
 
 
 class PenstockError(Exception):
@@ -137,14 +138,18 @@ _default_format = warnings.formatwarning
 
 
 def warn(message: str) -> None:
-    """Warn at the line of the user's code that called Penstock."""
+    """Warn at the line of the user's code that called Penstock, be it by an optimizer's hook."""
     level, frame = 1, sys._getframe()  # Python 3.12 has `skip_file_prefixes`
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE_FOLDER):
+    while frame.f_back is not None and _is_passed(frame.f_code.co_filename):
         level, frame = level + 1, frame.f_back
     if str(frame.f_globals.get("__name__")).partition(".")[0] in ("typer", "runpy"):  # a command: no line of the user's
         warnings.warn_explicit(message, UserWarning, COMMAND_FILENAME, 0)
     else:
         warnings.warn(message, stacklevel=level)
+
+
+def _is_passed(filename: str) -> bool:
+    return filename.startswith(_PACKAGE_FOLDER) or _OPTIMIZERS in filename
 
 
 PipelineFailure, ClosedError = RankFailedError, PipelineClosedError  # until 0.2

@@ -99,27 +99,34 @@ class LocalClippingCheck:
     """Warn once if gradients change in place between a step and an optimizer's, as in a loop that calls
     `torch.nn.utils.clip_grad_norm_` (nanoGPT's train.py, timm's): it takes the norm of one rank's stages.
 
+    A gradient carries the version at which Penstock wrote it last, so that two pipelines may share modules.
+
     Args:
         parameters: gives this process's parameters by name.
     """
 
+    _VERSION = "_penstock_version"
+
     def __init__(self, parameters: Callable[[], Iterable[tuple[str, nn.Parameter]]]) -> None:
         self._parameters = parameters
-        self._versions: dict[nn.Parameter, int] = {}
+        self._has_warned = False
         self.close = register_optimizer_step_pre_hook(self._check).remove
 
     def accept(self) -> None:
         """Take the gradients as they are: Penstock has just written them."""
-        self._versions = {p: p.grad._version for _, p in self._parameters() if p.grad is not None}
+        for _, parameter in self._parameters():
+            if parameter.grad is not None:
+                setattr(parameter.grad, self._VERSION, parameter.grad._version)
 
     def _check(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        updated = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-        if any(self._versions.pop(p, p.grad._version) != p.grad._version for p in updated):
-            self.close()
+        grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        changed = [grad for grad in grads if vars(grad).pop(self._VERSION, grad._version) != grad._version]
+        if changed and not self._has_warned:
+            self._has_warned = True
             warn(
                 "gradients were changed between pipe.step() and optimizer.step(): if torch.nn.utils.clip_grad_norm_ "
                 "did it, each rank clips by the norm of its own stages; call pipe.clip_grad_norm_(max_norm) instead. "
-                "Changes that look at one gradient alone are right"
+                "What changes a gradient by its own values alone (clip_grad_value_, a division) is right"
             )
 
 

@@ -6,6 +6,7 @@ diverge. Here all ranks look first, and then all step, or none does.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ class GradScaler(torch.amp.GradScaler):
 
         scaler = penstock.GradScaler(pipe)
         with torch.autocast("cuda", dtype=torch.float16):
-            pipe.step(x, target=y, loss_scale=scaler.get_scale())  # where a loop says scaler.scale(loss).backward()
+            pipe.step(x, target=y, loss_scale=scaler.get_scale())  # for scaler.scale(loss).backward(); / n for loss / n
         scaler.unscale_(optimizer)  # only where gradients are looked at, or clipped
         pipe.clip_grad_norm_(1.0)
         scaler.step(optimizer)
@@ -42,6 +43,7 @@ class GradScaler(torch.amp.GradScaler):
         self._pipe = pipe
         self._found_inf: dict[int, bool] = {}
         self._stepped: set[int] = set()
+        self._updated_at = pipe.step_count
         if self.is_enabled():
             super().scale(torch.zeros((), device=pipe.device))  # this is when torch makes the scale
 
@@ -70,11 +72,12 @@ class GradScaler(torch.amp.GradScaler):
         if id(optimizer) in self._found_inf:
             raise RuntimeError("unscale_() or step() was called already for this optimizer since the last update()")
         self._pipe.session.require_synced_gradients("GradScaler")
-        scale = self.get_scale()
-        if self._pipe.loss_scale != scale:
+        scale, steps = self.get_scale(), max(self._pipe.step_count - self._updated_at, 1)
+        if not any(math.isclose(self._pipe.loss_scale * count, scale) for count in range(1, steps + 1)):
             raise ArgumentError(
                 f"the last step ran with loss_scale={self._pipe.loss_scale:g}, but the scaler's is {scale:g}; "
-                "call pipe.step(..., loss_scale=scaler.get_scale())"
+                "call pipe.step(..., loss_scale=scaler.get_scale()), divided by the number of steps if their losses "
+                "are averaged"
             )
         super().unscale_(optimizer)
         self._pipe.session.accept_gradients()
@@ -121,6 +124,7 @@ class GradScaler(torch.amp.GradScaler):
         super().update(new_scale)
         self._found_inf.clear()
         self._stepped.clear()
+        self._updated_at = self._pipe.step_count
 
 
 def _unscale(optimizer: torch.optim.Optimizer, factor: float) -> bool:

@@ -87,8 +87,9 @@ class Session:
             broadcast_loss=options.broadcast_loss,
         )
         self.schedule = self.steps.first.schedule
-        has_others = not engine.world.is_local and engine.world.ranks > 1
-        self._clipping_check = LocalClippingCheck(split.held_parameters) if has_others else None
+        held = {name for name, _ in split.held_parameters()}
+        others_train = any(p.requires_grad and name not in held for name, p in split.all_parameters())
+        self._clipping_check = LocalClippingCheck(split.held_parameters) if others_train else None
 
     @property
     def device(self) -> torch.device:

@@ -308,9 +308,11 @@ def _split_leaf(leaf: Any, path: str, sizes: Sequence[int], label: str, dims: Di
     if dim is None:
         return [_copy(leaf, label, dims) for _ in sizes][::-1]  # autograd adds the latest one's gradient first
     if leaf.shape[dim] != ends[-1]:
+        flattened = "if its rows are [sequence, batch] flattened, set batch_dims= and flatten it in the loss; "
         raise ShapeError(
             f"{label} has {leaf.shape[dim]} rows (shape {list(leaf.shape)}{f', dimension {dim}' if dim else ''}); "
-            f"expected {ends[-1]}, as the inputs have; if it has several for each of theirs, or one for several, "
+            f"expected {ends[-1]}, as the inputs have; {flattened * label.startswith('target')}"
+            "if it has several for each of theirs, or one for several, "
             f"{suggest_microbatches(leaf.shape[dim], sizes, dim)} to pass it whole to each microbatch, set "
             "batch_dims= to None for it; what no dimension describes (graphs, packed sequences), cut with split_fn="
         )
