@@ -178,7 +178,7 @@ def traced_by_torch(rank: int, schedule: str, folder: str) -> None:
             profiler.step()
 
 
-SECONDS = 0.004
+SECONDS = 0.01
 """What a block's forward takes: far more than the runtime does around it."""
 
 
